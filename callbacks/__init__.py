@@ -1,0 +1,11 @@
+"""The moments of a run, the class to extend, and the callbacks that come with policyfit."""
+
+from .bf16_support import BF16Support
+from .callback import Callback
+from .checkpoint import Checkpoint
+from .metrics_log import MetricsLog
+from .progress import Progress
+from .scale_monitor import ScaleMonitor
+from .tf32 import TF32
+
+__all__ = ["TF32", "BF16Support", "Callback", "Checkpoint", "MetricsLog", "Progress", "ScaleMonitor"]

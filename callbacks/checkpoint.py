@@ -1,0 +1,150 @@
+"""Save the run at intervals and on a new best, and keep only so many of the checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from ..strategies.errors import CallbackError, CheckpointError, ConfigError
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+
+class Checkpoint(Callback):
+    """Save every so many steps or minutes, at each new best of a metric, and at the end of the run.
+
+    Kept are the newest ``keep``, the best, and the one that ``last`` leads to. What is not in this run's own
+    ``checkpoints`` folder is never deleted, and nothing is deleted before a newer one is complete.
+
+    Args:
+        every_steps: Steps between saves; 0 or ``None`` is never.
+        every_minutes: Minutes since the save before, looked at after each step; 0 or ``None`` is never.
+        keep: How many of the newest are kept, at least 1; ``None`` keeps all.
+        monitor: A validation metric, such as ``"val/loss"``; ``None`` knows no best.
+        mode: Whether the best is the smallest or the largest value. NaN and infinities are never best.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None = 1000,
+        every_minutes: float | None = None,
+        keep: int | None = 3,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        if every_steps is not None and (type(every_steps) is not int or every_steps < 0):
+            raise ConfigError(
+                f"Checkpoint.every_steps must be a whole number of steps, got {every_steps!r}.\n"
+                "Use 0 or None to save at no interval of steps."
+            )
+        if every_minutes is not None and not (_is_number(every_minutes) and 0 <= every_minutes < math.inf):
+            raise ConfigError(
+                f"Checkpoint.every_minutes must be a number of minutes, got {every_minutes!r}.\n"
+                "Use 0 or None to save at no interval of time."
+            )
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(
+                f"Checkpoint.keep must be a whole number of at least 1, got {keep!r}.\nUse None to keep all."
+            )
+        if mode not in ("min", "max"):
+            raise ConfigError(f"Checkpoint.mode must be 'min' or 'max', got {mode!r}.")
+        self.every_steps, self.every_minutes = every_steps or 0, every_minutes or 0
+        self.keep, self.monitor, self.mode = keep, monitor, mode
+        self._best: dict[str, Any] | None = None
+        self._other_best: dict[str, Any] | None = None
+        self._improved_step: int | None = None
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """At the interval, when the minutes are over, and at a new best; once a step."""
+        if step < 1 or step == self._saved_step:
+            return False
+        return (
+            (self.every_steps > 0 and step % self.every_steps == 0)
+            or step == self._improved_step
+            or (self.every_minutes > 0 and time.monotonic() - self._saved_at >= 60 * self.every_minutes)
+        )
+
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        """The clock starts, and a run from step 0 has no best yet."""
+        self._improved_step = self._saved_step = None
+        self._saved_at = time.monotonic()
+        if trainer.step == 0:
+            self._best = None
+        if self._other_best is not None:
+            other, self._other_best = self._other_best, None
+            trainer.event(
+                "warning",
+                message=f"The checkpoint's best is the {other['mode']} of {other['monitor']}; "
+                f"the best {self.monitor} is looked for anew, and {other['path']} is no longer kept as the best.",
+            )
+
+    def on_validation_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        """Note a new best, which makes this step due.
+
+        Raises:
+            CallbackError: The monitored metric is not among those of the validation.
+        """
+        if self.monitor is None:
+            return
+        if self.monitor not in trainer.metrics:
+            there = ", ".join(sorted(trainer.metrics)) or "none"
+            raise CallbackError(
+                f"Checkpoint.monitor is {self.monitor!r}, but the metrics here are: {there}.\nName one of them."
+            )
+        value = float(trainer.metrics[self.monitor])
+        if math.isfinite(value) and (self._best is None or self._is_better(value, self._best["value"])):
+            # The name is needed before the save, because this state is part of what is saved.
+            self._best = {"value": value, "step": trainer.step, "path": f"{trainer.step:06d}"}
+            self._improved_step = trainer.step
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        """Save, then delete what is not to be kept."""
+        self._save(trainer)
+
+    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        """Save the final state, unless the last save was at this very step."""
+        if trainer.step != self._saved_step:
+            self._save(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far: ``value``, ``step``, and ``path`` relative to the run's ``checkpoints``."""
+        if self._best is None:
+            return {}
+        return {"monitor": self.monitor, "mode": self.mode, **self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the best back, if it is the best of the same metric."""
+        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._best = {key: state[key] for key in ("value", "step", "path")} if same else None
+        self._other_best = None if same or self.monitor is None else state
+
+    def _is_better(self, value: float, best: float) -> bool:
+        return value < best if self.mode == "min" else value > best
+
+    def _save(self, trainer: Trainer) -> None:
+        saved = trainer.save_checkpoint()
+        self._saved_step, self._saved_at = trainer.step, time.monotonic()
+        if self.keep is None:
+            return
+        whole = trainer.checkpoints()
+        last = (trainer.run_dir / "checkpoints" / "last").resolve()
+        kept = {path.name for path in whole[-self.keep :]} | {saved.name, last.name}
+        if self._best is not None:
+            kept.add(self._best["path"])
+        for path in whole:
+            if path.name not in kept:
+                try:
+                    trainer.delete_checkpoint(path)
+                except (CheckpointError, OSError) as error:
+                    trainer.event("warning", message=f"{error} It is tried again at the next save.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,46 @@
+"""Device, precision and distribution; the facts they decide from; the error tree."""
+
+from .device import CPUDevice, CUDADevice, DeviceStrategy, MPSDevice, XPUDevice
+from .distributed import DistributionStrategy, SingleProcess
+from .errors import (
+    CallbackError,
+    CheckpointError,
+    ConfigError,
+    DeviceUnavailableError,
+    DistributedError,
+    LossScaleCollapse,
+    PolicyfitError,
+    PrecisionError,
+    TrainingDiverged,
+)
+from .facts import GPU, MachineFacts, probe
+from .mixed import BF16, FP16
+from .precision import FullPrecision, PrecisionStrategy
+from .scaler import GradScalerConfig
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "GPU",
+    "CPUDevice",
+    "CUDADevice",
+    "CallbackError",
+    "CheckpointError",
+    "ConfigError",
+    "DeviceStrategy",
+    "DeviceUnavailableError",
+    "DistributedError",
+    "DistributionStrategy",
+    "FullPrecision",
+    "GradScalerConfig",
+    "LossScaleCollapse",
+    "MPSDevice",
+    "MachineFacts",
+    "PolicyfitError",
+    "PrecisionError",
+    "PrecisionStrategy",
+    "SingleProcess",
+    "TrainingDiverged",
+    "XPUDevice",
+    "probe",
+]

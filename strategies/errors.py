@@ -1,0 +1,62 @@
+"""Every error policyfit raises on purpose.
+
+    PolicyfitError                    the root; a run that fails (exit code 1)
+    ├── ConfigError        ValueError     what was written cannot be meant (exit code 2)
+    ├── DeviceUnavailableError   Runtime  the device asked for is not here (exit code 2)
+    ├── PrecisionError           Runtime  the precision asked for would not be what runs (exit code 2)
+    ├── DistributedError         Runtime  the processes asked for cannot work together (exit code 2)
+    ├── CheckpointError          Runtime  a checkpoint cannot be written, or is not what it says
+    ├── CallbackError            Runtime  a callback is not one, or cannot work here (exit code 2)
+    └── TrainingDiverged         Runtime  the updates stopped landing
+        └── LossScaleCollapse             ... because float16's loss scale has nowhere left to go
+
+A message says what was asked, what was found, and what to do, in whole sentences.
+"""
+
+
+class PolicyfitError(Exception):
+    """Root of all errors that a user can act on."""
+
+    exit_code = 1
+
+
+class ConfigError(PolicyfitError, ValueError):
+    """A setting that cannot be meant: unknown, of the wrong type, out of range, or against another one."""
+
+    exit_code = 2
+
+
+class DeviceUnavailableError(PolicyfitError, RuntimeError):
+    """The device that was asked for does not exist here; the message says why and what would work."""
+
+    exit_code = 2
+
+
+class PrecisionError(PolicyfitError, RuntimeError):
+    """The precision that was asked for would not be what runs on this device."""
+
+    exit_code = 2
+
+
+class DistributedError(PolicyfitError, RuntimeError):
+    """The processes that were asked for cannot be had, or do not agree."""
+
+    exit_code = 2
+
+
+class CheckpointError(PolicyfitError, RuntimeError):
+    """A checkpoint could not be written, or is damaged, foreign or missing a part."""
+
+
+class CallbackError(PolicyfitError, RuntimeError):
+    """A callback that cannot be called as its author meant."""
+
+    exit_code = 2
+
+
+class TrainingDiverged(PolicyfitError, RuntimeError):
+    """Updates were skipped one after another until the run could no longer be called training."""
+
+
+class LossScaleCollapse(TrainingDiverged):
+    """The loss scale of float16 fell to its floor: gradients overflow whatever it is."""

@@ -1,0 +1,138 @@
+"""The mixed precisions: compute in 16 bits under autocast, parameters and optimizer state in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import PrecisionError
+from .facts import MachineFacts, bf16_support, fp16_support
+from .precision import PrecisionStrategy
+from .scaler import GradScalerConfig, LossScaler, grad_scaler_config
+
+
+class MixedPrecision(PrecisionStrategy):
+    """What bf16 and fp16 share: autocast of the device's own type."""
+
+    _device_type: str
+
+    def setup(self, device: torch.device) -> None:
+        """Bind autocast to the device and prove that it is in effect."""
+        self._device_type = device.type
+        super().setup(device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Autocast to ``compute_dtype``; its cache of cast weights lasts for the one entry."""
+        return torch.autocast(self._device_type, dtype=self.compute_dtype)
+
+
+class BF16(MixedPrecision):
+    """``bf16``: float32's range with 8 bits of precision; needs no loss scale.
+
+    Args:
+        allow_emulated: Run on accelerators that only emulate bfloat16 (slow, and convolutions may fail), with
+            one warning. The callback ``BF16Support`` refuses them otherwise.
+    """
+
+    name = "bf16"
+    compute_dtype = torch.bfloat16
+
+    def __init__(self, *, allow_emulated: bool = False) -> None:
+        self.allow_emulated = allow_emulated
+
+    def check(self, device: torch.device, facts: MachineFacts) -> None:
+        """Refuse devices that cannot run bfloat16 at all; emulation is for ``BF16Support`` to judge."""
+        support = bf16_support(device, facts)
+        if not support.usable:
+            raise PrecisionError(f"precision='bf16' cannot run here: {support.reason}.\nUse precision='no'.")
+
+
+class FP16(MixedPrecision):
+    """``fp16``: the loss is scaled so that small gradients survive, and updates that overflow are skipped.
+
+    Args:
+        grad_scaler: Settings of the loss scale, a ``GradScalerConfig`` or its fields as a mapping.
+        allow_cpu: Run on the cpu too: really float16, with a real scaler, and slow. For tests, and to rehearse
+            a run on a laptop.
+
+    Source: Micikevicius et al. (2018), "Mixed Precision Training", section 3.2.
+    """
+
+    name = "fp16"
+    compute_dtype = torch.float16
+
+    def __init__(
+        self, grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None, *, allow_cpu: bool = False
+    ) -> None:
+        self.grad_scaler_given = grad_scaler is not None
+        self.settings = grad_scaler_config(grad_scaler)
+        self.allow_cpu = allow_cpu
+
+    def check(self, device: torch.device, facts: MachineFacts) -> None:
+        """Refuse the cpu unless allowed, and devices whose scaler or matmul cannot work."""
+        if device.type == "cpu" and not self.allow_cpu:
+            raise PrecisionError(
+                "precision='fp16' was requested on the cpu, which has no use for it: most have no float16 units, "
+                "and other trainers then run float32 without a word.\n"
+                "Use precision='bf16' or precision='no'. To rehearse a float16 run here, slowly and with a real "
+                "loss scaler, use precision=FP16(allow_cpu=True)."
+            )
+        support = fp16_support(device, facts)
+        if not support.usable:
+            other = "bf16" if bf16_support(device, facts).native else "no"
+            raise PrecisionError(
+                f"precision='fp16' cannot run here: {support.reason}.\nUse precision={other!r}."
+            )
+
+    def setup(self, device: torch.device) -> None:
+        """Make the scaler, and prove autocast and the way of a known gradient through scale and unscale."""
+        super().setup(device)
+        self._scaler = LossScaler(self.settings, device)
+        weight = torch.ones(4, device=device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        flag = torch.ones((), device=device)
+        self.backward((weight * 3.0).sum() / self.settings.init_scale)
+        self._scaler.unscale([optimizer], flag)
+        expected = torch.full_like(weight, 3.0) / self.settings.init_scale
+        # Not torch.equal: a scale that is no power of two rounds.
+        if weight.grad is None or not torch.allclose(weight.grad, expected, rtol=1e-5) or bool(flag):
+            raise PrecisionError(
+                f"precision='fp16' is not sound on {device}: a known gradient of {float(expected[0])} came back from "
+                f"scaling and unscaling as {weight.grad}.\nUse precision='no', and report this to the makers of torch."
+            )
+        self._scaler.forget()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the scaled loss."""
+        self._scaler.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor], non_finite: Tensor) -> None:
+        """Unscale every gradient once; torch checks them on the way."""
+        self._scaler.unscale(optimizers, non_finite)
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale on the device."""
+        return self._scaler.scale
+
+    @property
+    def min_scale(self) -> float:
+        """The floor of the settings."""
+        return self.settings.min_scale
+
+    def settle_scale(self) -> None:
+        """Back off after an overflow, grow after a long time without, within the limits."""
+        self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, factors, interval and growth tracker."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back scale and growth tracker."""
+        self._scaler.load_state_dict(state)

@@ -1,0 +1,121 @@
+"""What a precision does, and full precision as the plain case of it.
+
+Parameters, gradients and optimizer state are float32 in every precision; a precision decides in what the
+forward computes and what happens to gradients between backward and the update. All walk one road:
+``autocast`` the forward, ``backward``, ``unscale`` once a window, ``settle_scale`` once an update.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import PrecisionError
+from .facts import MachineFacts
+
+
+class PrecisionStrategy(ABC):
+    """One way to compute; its name is what users write and what the plan and the checkpoint say."""
+
+    name: str
+    compute_dtype: torch.dtype = torch.float32
+
+    def check(self, device: torch.device, facts: MachineFacts) -> None:
+        """Refuse a device on which this precision would not be what runs; a pure function of its arguments.
+
+        Raises:
+            PrecisionError: What runs would not be what was asked for; the message names a remedy that holds.
+        """
+
+    def setup(self, device: torch.device) -> None:
+        """Bind to a device and prove there that the precision is in effect.
+
+        Raises:
+            PrecisionError: A matmul under ``autocast`` does not compute in ``compute_dtype``, or a known
+                gradient does not come back from scaling and unscaling.
+        """
+        self._one = torch.ones((), device=device)
+        ones = torch.ones(8, 8, device=device)
+        with self.autocast():
+            found = (ones @ ones).dtype
+        if found != self.compute_dtype:
+            raise PrecisionError(
+                f"precision={self.name!r} was requested, but a matmul on {device} computes in {found}, "
+                f"not in {self.compute_dtype}.\nUse precision='no', which needs no autocast."
+            )
+
+    @abstractmethod
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of the forward and the loss; entered once a micro-batch, left before backward."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, a scalar."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor], non_finite: Tensor) -> None:
+        """Bring the gradients to the units of the loss, once a window, before anything looks at them.
+
+        ``non_finite``, a 0-dimensional float32 on the device, becomes 1.0 when any is inf or NaN, else 0.0.
+        """
+        non_finite.zero_()
+        self.find_non_finite(gradients, non_finite)
+
+    def find_non_finite(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        """Raise ``flag`` to 1.0 when any gradient is inf or NaN; never lowers it, and does not wait."""
+        # Source: GradScaler.unscale_, whose kernel this is: it checks while it multiplies, here by one.
+        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, self._one)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The loss scale, a float32 scalar on the device that changes in place; ``None`` without one."""
+        return None
+
+    @property
+    def min_scale(self) -> float | None:
+        """The scale at which a run is given up; ``None`` without a scale."""
+        return None
+
+    def settle_scale(self) -> None:
+        """Move the loss scale by what ``unscale`` found; once an update, after the optimizers."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The scaler's state in JSON values, or ``None`` without a scaler."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back the scaler's state; after the optimizers' own."""
+
+
+class FullPrecision(PrecisionStrategy):
+    """``no``: float32 throughout."""
+
+    name = "no"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Nothing to enter."""
+        return _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse trainable parameters that are not float32; frozen ones may be of any type.
+
+    Raises:
+        PrecisionError: With the names (the first five) and the way out.
+    """
+    wrong = [(name, p.dtype) for name, p in parameters if p.requires_grad and p.dtype != torch.float32]
+    if wrong:
+        shown = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in wrong[:5])
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise PrecisionError(
+            f"Trainable parameters stay float32 in every precision, but {len(wrong)} are not: {shown}{more}.\n"
+            "Call policy.float() before fit, or freeze them with requires_grad_(False)."
+        )

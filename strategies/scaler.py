@@ -1,0 +1,143 @@
+"""The loss scale of float16: its settings, and torch's ``GradScaler`` used without its ``step``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import CheckpointError, ConfigError, PrecisionError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradScalerConfig:
+    """How the loss scale starts and moves.
+
+    The scale is multiplied by ``backoff_factor`` after an overflow and by ``growth_factor`` after
+    ``growth_interval`` updates in a row without one. It stays between ``min_scale``, where the run ends with
+    ``LossScaleCollapse``, and ``max_scale`` (``None``: no limit but float32's).
+
+    Source: torch.amp.GradScaler, whose defaults these are; it has no limits of its own.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            value = getattr(self, name)
+            if value is None and name == "max_scale":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"grad_scaler.{name} must be a finite number, got {value!r}.")
+        interval = self.growth_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ConfigError(f"grad_scaler.growth_interval must be a whole number of at least 1, got {interval!r}.")
+        if self.growth_factor <= 1.0:
+            raise ConfigError(f"grad_scaler.growth_factor must be above 1, got {self.growth_factor}.")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ConfigError(f"grad_scaler.backoff_factor must lie between 0 and 1, got {self.backoff_factor}.")
+        if self.min_scale <= 0.0:
+            raise ConfigError(f"grad_scaler.min_scale must be above 0, got {self.min_scale}.")
+        if self.init_scale < self.min_scale:
+            raise ConfigError(
+                f"grad_scaler.init_scale must be at least min_scale ({self.min_scale}), got {self.init_scale}."
+            )
+        if self.max_scale is not None and self.max_scale < self.init_scale:
+            raise ConfigError(
+                f"grad_scaler.max_scale must be at least init_scale ({self.init_scale}), got {self.max_scale}."
+            )
+
+
+def grad_scaler_config(settings: GradScalerConfig | Mapping[str, Any] | None) -> GradScalerConfig:
+    """The settings as an object, from an object, from its fields, or from nothing.
+
+    Raises:
+        ConfigError: An unknown field, or a value out of range.
+    """
+    if isinstance(settings, GradScalerConfig):
+        return settings
+    fields = GradScalerConfig.__dataclass_fields__
+    for key in settings or {}:
+        if key not in fields:
+            near = get_close_matches(str(key), fields, n=1)
+            meant = f" Did you mean {near[0]}?" if near else f" It has {', '.join(fields)}."
+            raise ConfigError(f"grad_scaler.{key} is not a setting of the loss scaler.{meant}")
+    return GradScalerConfig(**(settings or {}))
+
+
+class LossScaler:
+    """torch's ``GradScaler`` on one device, driven in its four verbs and never through ``step``.
+
+    Raises:
+        PrecisionError: torch disabled the scaler, as it does in silence for a backend that is not there.
+    """
+
+    def __init__(self, settings: GradScalerConfig, device: torch.device) -> None:
+        self.settings = settings
+        self._torch = torch.amp.GradScaler(
+            device.type,
+            init_scale=settings.init_scale,
+            growth_factor=settings.growth_factor,
+            backoff_factor=settings.backoff_factor,
+            growth_interval=settings.growth_interval,
+        )
+        if not self._torch.is_enabled():
+            raise PrecisionError(f"precision='fp16' needs a loss scaler, but torch disabled it on {device}.")
+        # The scale tensor is made by the first scale(); a resumed run may unscale or clip before any.
+        self._torch.scale(torch.zeros((), device=device))
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale itself, a 0-dimensional float32 tensor on the device that changes in place."""
+        return self._torch._get_scale_async()  # type: ignore[return-value]
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss multiplied by the scale."""
+        return self._torch.scale(loss)
+
+    def unscale(self, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
+        """Divide every gradient by the scale, once; ``overflow`` becomes 1.0 if any is not finite, else 0.0."""
+        # An exception between an unscale and its update leaves marks that would refuse the next unscale.
+        self._torch._per_optimizer_states.clear()
+        found: list[Tensor] = []
+        for optimizer in optimizers:
+            self._torch.unscale_(optimizer)
+            found += self._torch._found_inf_per_device(optimizer).values()
+        # By max: torch sums the flags, and fused optimizers step when the sum is 2.0.
+        overflow.copy_(found[0] if len(found) == 1 else torch.stack(found).amax())
+
+    def update(self) -> None:
+        """Move the scale by what ``unscale`` found, within its limits, on the device."""
+        self._torch.update()
+        self.scale.clamp_(self.settings.min_scale, self.settings.max_scale)
+
+    def forget(self) -> None:
+        """Drop what the last ``unscale`` found without moving the scale."""
+        self._torch._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers as torch names them; waits for the device."""
+        return dict(self._torch.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back scale and growth tracker; the factors and the interval are those of this run's settings.
+
+        Raises:
+            CheckpointError: ``state`` is not a scaler's state.
+        """
+        try:
+            scale, tracker = float(state["scale"]), int(state["_growth_tracker"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The saved loss scaler state lacks a usable {error}: {state!r}.") from error
+        self._torch.load_state_dict({**self.state_dict(), "scale": scale, "_growth_tracker": tracker})

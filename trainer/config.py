@@ -1,0 +1,283 @@
+"""A run as YAML files: read and laid over one another, checked as a whole, then built.
+
+``read_run`` knows text, keys and lines and imports no class. ``resolve`` finds the classes and refuses every
+unknown key and wrong value before anything is built. Later files win over earlier ones, the command line over
+all files, and environment variables change nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..strategies.errors import ConfigError
+from . import strict_yaml
+from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, parameters, read_recipe, unknown_key
+from .strict_yaml import KeyPath, Mark
+
+SECTIONS = ("policy", "data", "trainer", "optimizer", "schedule", "eval")
+SHORT = {name: f"trainer.{name}" for name in ("device", "precision", "tf32")}
+
+
+@dataclass(kw_only=True)
+class _Evaluation:
+    env: Any
+    episodes: int = 50
+    seed: int = 10_000
+
+
+def _subclass_of(base: type) -> Callable[[type], bool]:
+    return lambda found: issubclass(found, base)
+
+
+def _is_data(found: type) -> bool:
+    return hasattr(found, "__getitem__") or hasattr(found, "__iter__")
+
+
+def _is_environment(found: type) -> bool:
+    steps = hasattr(found, "reset") and hasattr(found, "step")
+    return steps or any("__call__" in vars(base) for base in found.__mro__)
+
+
+POLICY = Slot("a torch.nn.Module", _subclass_of(nn.Module))
+DATA = Slot("data with __getitem__ or __iter__", _is_data)
+OPTIMIZER = Slot("a torch.optim.Optimizer", _subclass_of(Optimizer), given=1)
+SCHEDULE = Slot("a torch.optim.lr_scheduler.LRScheduler", _subclass_of(LRScheduler), given=1)
+ENVIRONMENT = Slot("a gymnasium environment, or something that makes one when called", _is_environment)
+ANYTHING = Slot("an object", lambda found: True)
+CLASSES: dict[KeyPath, Slot] = {
+    ("policy",): POLICY,
+    ("data", "train"): DATA,
+    ("data", "val"): DATA,
+    ("optimizer",): OPTIMIZER,
+    ("schedule",): SCHEDULE,
+    ("eval", "env"): ENVIRONMENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What the files and the command line say together, and where each key was said.
+
+    ``values["code"]`` lists the folders whose modules the run may import: those of its files.
+    """
+
+    values: dict[str, Any]
+    marks: Mapping[KeyPath, Mark]
+
+    def fault(self, path: KeyPath, message: str) -> ConfigError:
+        """The error for a key, with the place of the innermost key on the way to it that was written."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.marks:
+                return ConfigError(f"{self.marks[path[:length]]}: {message}")
+        return ConfigError(message)
+
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """While this is open, modules beside the run files can be imported."""
+        before = list(sys.path)
+        sys.path[:0] = [folder for folder in self.values["code"] if folder not in before]
+        try:
+            yield
+        finally:
+            sys.path[:] = before
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A checked run: its config as resolved, and a recipe for each object. Nothing is built yet."""
+
+    config: RunConfig
+    trainer: Recipe
+    recipes: Mapping[KeyPath, Recipe]
+
+    def build(self, *path: str) -> Any:
+        """The object at a place such as ``"data", "train"``; ``None`` where the run names none."""
+        return self.recipes[path].build() if path in self.recipes else None
+
+    def maker(self, path: str) -> Callable[[Any], Any] | None:
+        """What makes the optimizer from parameters, or the schedule from an optimizer."""
+        return self.recipes[(path,)].build if (path,) in self.recipes else None
+
+
+def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] = ()) -> RunConfig:
+    """Lay the files over one another, and the ``(dotted key, text)`` pairs of the command line over all.
+
+    Mappings are merged key by key. Everything else is replaced, also the arguments of a class when another
+    class takes its place. null puts a key back to its default.
+
+    Raises:
+        ConfigError: A file cannot be read or holds no sections, or a key leads into something without keys.
+    """
+    config, code = RunConfig({}, {}), list[str]()
+    for file in files:
+        document = strict_yaml.read_file(file)
+        if not isinstance(document.value, dict):
+            raise ConfigError(f"{file} must hold the sections {', '.join(SECTIONS)}, got {document.value!r}.")
+        config = _lay_over(config, document.value, document.marks)
+        folder = Path(file).resolve().parent
+        named = document.value.get("code")
+        if named is not None and not (
+            isinstance(named, list) and all(isinstance(entry, str) for entry in named)
+        ):
+            raise config.fault(("code",), f"code must be a list of folders, got {named!r}.")
+        code += [str(folder / entry) for entry in ("." if named is None else named)]
+    for key, text in overrides:
+        path, overlay = _override(config, key, strict_yaml.read_word(text, f"--{key}={text}"))
+        config = _lay_over(config, overlay, {path: Mark("command line")})
+    return RunConfig({**config.values, "code": list(dict.fromkeys(code))}, config.marks)
+
+
+def resolve(config: RunConfig, trainer_class: type | None = None) -> Run:
+    """Check every section against its classes. The config of the result has the trainer's defaults written out.
+
+    Raises:
+        ConfigError: A class does not exist or does not belong where it stands, an argument is unknown, missing
+            or of the wrong type, or the environment of a launcher asks for another precision.
+    """
+    if trainer_class is None:
+        from .trainer import Trainer
+
+        trainer_class = Trainer
+    values = _sections(config, trainer_class)
+    recipes = {}
+    for path, slot in CLASSES.items():
+        section = values if len(path) == 1 else values[str(path[0])]
+        spec = section.get(path[-1])
+        fill = {"total_steps": values["trainer"].get("max_steps")} if path == ("schedule",) else {}
+        if spec is not None:
+            recipes[path] = read_recipe(path, spec, slot, config.fault, fill)
+            section[path[-1]] = {**spec, "init_args": recipes[path].values}
+    if ("policy",) not in recipes:
+        raise ConfigError("The section policy is missing: a run needs policy: {class_path: module.Class}.")
+    trainer = bind(("trainer",), trainer_class, values["trainer"], ANYTHING, config.fault)
+    _check_launcher(trainer.values["precision"])
+    if values["eval"]:
+        values["eval"] = bind(("eval",), _Evaluation, values["eval"], ANYTHING, config.fault).values
+    values["trainer"] = _defaults(trainer_class) | trainer.values
+    resolved = RunConfig(
+        {key: value for key, value in values.items() if value not in (None, {})}, config.marks
+    )
+    return Run(resolved, trainer, recipes)
+
+
+def build_policy(config: RunConfig) -> nn.Module:
+    """The policy of a run, with fresh weights. Nothing else of the run is looked at, so no data is needed.
+
+    Raises:
+        ConfigError: The run names no policy, or it cannot be built.
+    """
+    with config.importable():
+        policy: nn.Module = read_recipe(
+            ("policy",), config.values.get("policy"), POLICY, config.fault
+        ).build()
+        return policy
+
+
+def build_environment(config: RunConfig) -> Any:
+    """The environment of a run's ``eval`` section, or what makes it when called.
+
+    Raises:
+        ConfigError: The run names no environment, or it cannot be built.
+    """
+    spec = (config.values.get("eval") or {}).get("env")
+    with config.importable():
+        return read_recipe(("eval", "env"), spec, ENVIRONMENT, config.fault).build()
+
+
+def dump(config: RunConfig) -> str:
+    """The text of ``config.yaml``; ``read_run`` of that file gives equal values."""
+    return strict_yaml.write(config.values)
+
+
+def _lay_over(config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPath, Mark]) -> RunConfig:
+    replaced: list[KeyPath] = []
+
+    def merge(base: Mapping[str, Any], over: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+        merged = dict(base)
+        for key, value in over.items():
+            here, old = (*path, key), base.get(key)
+            value = {"class_path": value} if here in CLASSES and isinstance(value, str) else value
+            if isinstance(old, Mapping) and isinstance(value, Mapping) and _same_class(old, value):
+                merged[key] = merge(old, value, here)
+            else:
+                merged[key] = merge({}, value, here) if isinstance(value, Mapping) else value
+                replaced.append(here)
+        return merged
+
+    merged = merge(config.values, values, ())
+    kept = {p: m for p, m in config.marks.items() if not any(p[: len(gone)] == gone for gone in replaced)}
+    return RunConfig(merged, {**kept, **marks})
+
+
+def _same_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "class_path" not in new or new["class_path"] == old.get("class_path")
+
+
+def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[str, Any]]:
+    """The path that a key of the command line means (``optimizer.lr`` is ``optimizer.init_args.lr``), and its overlay."""
+    path: KeyPath = ()
+    node: Any = config.values
+    for part in SHORT.get(key, key).split("."):
+        if isinstance(node, Mapping) and "class_path" in node and part not in SPEC_KEYS:
+            path, node = (*path, "init_args"), node.get("init_args")
+        if not (node is None or isinstance(node, Mapping)):
+            raise config.fault(path, f"{dotted(path)} is {node!r}, so --{key} cannot set anything in it.")
+        path, node = (*path, part), (node or {}).get(part)
+    overlay = value
+    for part in reversed(path):
+        overlay = {part: overlay}
+    return path, overlay
+
+
+def _sections(config: RunConfig, trainer_class: type) -> dict[str, Any]:
+    """A copy of the values in which every section that must be a mapping is one, and no other is there."""
+    values = copy.deepcopy(config.values)
+    for section in ("data", "trainer", "eval"):
+        if values.get(section) is None:
+            values[section] = {}
+        if not isinstance(values[section], dict):
+            raise config.fault(
+                (section,), f"{section} must be a mapping of keys to values, got {values[section]!r}."
+            )
+    for key in values:
+        if key not in (*SECTIONS, "code"):
+            inside = get_close_matches(str(key), parameters(trainer_class), n=1, cutoff=0.8)
+            advice = f" Did you mean trainer.{inside[0]}?" if inside else ""
+            raise unknown_key((key,), SECTIONS, config.fault, advice)
+    for key in values["data"]:
+        if key not in ("train", "val"):
+            raise unknown_key(("data", key), ("train", "val"), config.fault)
+    if str(values["trainer"].get("precision", "no")).lower() in ("no", "none", "off", "false"):
+        values["trainer"]["precision"] = "no"
+    return values
+
+
+def _defaults(trainer_class: type) -> dict[str, Any]:
+    """The trainer's defaults, as far as a file can say them."""
+    defaults = {name: parameter.default for name, parameter in parameters(trainer_class).items()}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {
+        name: value for name, value in plain.items() if isinstance(value, str | int | float | list | None)
+    }
+
+
+def _check_launcher(precision: Any) -> None:
+    """accelerate's launcher hands on a precision by an environment variable, which must not contradict the run."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched in ("bf16", "fp16", "fp8") and precision in ("no", "bf16", "fp16") and launched != precision:
+        raise ConfigError(
+            f"trainer.precision is {precision}, but the launcher set ACCELERATE_MIXED_PRECISION={launched}.\n"
+            "Only the run decides: unset the variable, or give both the same value."
+        )

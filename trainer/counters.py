@@ -1,0 +1,46 @@
+"""Where a run stands: the counters that a checkpoint carries."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..strategies.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class Counters:
+    """``step`` counts updates that landed, ``skipped`` those that did not, ``micro_batches`` draws of the loader.
+
+    ``epoch`` is the pass under way, 0-based, and ``batch_in_epoch`` the micro-batches of it already used, so
+    the two are the position in the data. ``skipped_in_a_row`` ends a run that no longer trains.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    micro_batches: int = 0
+    epoch: int = 0
+    batch_in_epoch: int = 0
+    skipped_in_a_row: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Attempts to move the weights, landed or not."""
+        return self.step + self.skipped
+
+    def to_dict(self) -> dict[str, int]:
+        """For the manifest of a checkpoint."""
+        return {**asdict(self), "updates": self.updates}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Counters:
+        """From a manifest.
+
+        Raises:
+            CheckpointError: A counter is missing or is not a whole number.
+        """
+        values = {name: saved.get(name) for name in cls.__dataclass_fields__}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"manifest.json is damaged: counters.{name} is {value!r}.")
+        return cls(**values)  # type: ignore[arg-type]

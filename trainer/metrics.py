@@ -1,0 +1,89 @@
+"""Means of what a run reports, collected without reading the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..strategies.errors import ConfigError
+
+_CHUNK = 256  # scalars kept one by one before they are packed into one tensor, still on the device
+
+
+class Means:
+    """Running means by name; values that are not finite are left out (they belong to skipped updates).
+
+    Tensors stay on their device until ``read``, which makes one copy for all of a device.
+    """
+
+    def __init__(self) -> None:
+        self._scalars: dict[str, list[Tensor]] = {}
+        self._chunks: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Take in one value: a number or a scalar tensor, which is detached.
+
+        Raises:
+            ConfigError: The value is neither.
+        """
+        if not isinstance(value, Tensor):
+            self._add_number(name, value)
+            return
+        if value.numel() != 1:
+            raise ConfigError(
+                f"The metric {name!r} must be a number or a scalar tensor, got shape {tuple(value.shape)}."
+            )
+        scalars = self._scalars.get(name)
+        if scalars is None:
+            scalars = self._scalars[name] = []
+        scalars.append(value.detach())
+        if len(scalars) >= _CHUNK:
+            self._pack(name)
+
+    def _pack(self, name: str) -> None:
+        packed = torch.stack([scalar.reshape(()).float() for scalar in self._scalars.pop(name)])
+        self._chunks.setdefault(name, []).append(packed)
+
+    def _add_number(self, name: str, value: Any) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"The metric {name!r} must be a number or a scalar tensor, got {value!r}.") from error
+        total = self._sums.setdefault(name, [0.0, 0.0])
+        if math.isfinite(number):
+            total[0] += number
+            total[1] += 1.0
+
+    def _take_in(self) -> None:
+        for name in list(self._scalars):
+            self._pack(name)
+        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, chunks in self._chunks.items():
+            for chunk in chunks:
+                by_device.setdefault(chunk.device, []).append((name, chunk))
+        self._chunks = {}
+        for named in by_device.values():
+            values = iter(torch.cat([chunk for _, chunk in named]).tolist())
+            for name, chunk in named:
+                for _ in range(len(chunk)):
+                    self._add_number(name, next(values))
+
+    def read(self) -> dict[str, float]:
+        """The means since the last ``read``, NaN where no value was finite; starts anew. Waits for the device."""
+        sums = self.state_dict()
+        self._sums = {}
+        return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Sums and counts so far, by name. Waits for the device."""
+        self._take_in()
+        return {name: list(total) for name, total in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """Take back what ``state_dict`` gave."""
+        self._sums = {name: list(total) for name, total in state.items()}

@@ -1,0 +1,334 @@
+"""From what the user wrote to the parts of a run: every check that needs no batch is made here."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..callbacks.bf16_support import BF16Support
+from ..callbacks.callback import Callback
+from ..callbacks.checkpoint import Checkpoint
+from ..callbacks.metrics_log import MetricsLog
+from ..callbacks.progress import Progress
+from ..callbacks.scale_monitor import ScaleMonitor
+from ..callbacks.tf32 import TF32
+from ..strategies.device import DeviceStrategy
+from ..strategies.distributed import DistributionStrategy
+from ..strategies.errors import ConfigError
+from ..strategies.facts import describe, tf32_support
+from ..strategies.precision import PrecisionStrategy, check_parameters
+from .counters import Counters
+from .data import training_data, validation_loader
+from .optimizer import OptimizerFactory, Schedule, ScheduleFactory, trainable
+from .optimizer import prepare as prepare_optimizer
+from .plan import Plan
+from .policy import PolicyAdapter, adapt
+from .process import choose_threads
+from .resolve import Choice
+from .rng import seed_everything
+from .run import Intervals, Run
+from .update import MAILBOX_SIZE, NonFinite, Updater
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The constructor's plain values, each checked; meanings and units: ``Trainer``."""
+
+    tf32: bool | None
+    compile: bool
+    max_steps: int | None
+    max_epochs: int | None
+    batch_size: int
+    workers: int | Literal["auto"]
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
+    non_finite: NonFinite
+    max_skips: int
+    val_every: int | None
+    log_every: int | None
+    seed: int | None
+    deterministic: bool
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulate", "max_skips"):
+            whole(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("max_steps", "max_epochs", "val_every", "log_every"):
+            if getattr(self, name) is not None:
+                whole(f"trainer.{name}", getattr(self, name), 1)
+        if self.workers != "auto":
+            whole("trainer.workers", self.workers, 0, or_else="'auto' or ")
+        if self.seed is not None:
+            whole("trainer.seed", self.seed, 0)
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value) or not math.isfinite(value) or value <= 0):
+                raise ConfigError(f"trainer.{name} must be a number above 0, or None for no limit, got {value!r}.")
+        if self.non_finite not in ("skip", "raise", "off"):
+            raise ConfigError(f"trainer.non_finite must be 'skip', 'raise' or 'off', got {self.non_finite!r}.")
+        for name in ("compile", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"trainer.{name} must be true or false, got {getattr(self, name)!r}.")
+        if self.tf32 is not None and not isinstance(self.tf32, bool):
+            raise ConfigError(f"trainer.tf32 must be true, false or null, got {self.tf32!r}.")
+
+
+def whole(name: str, value: object, least: int, *, or_else: str = "") -> None:
+    """Refuse what is not a whole number of at least ``least``.
+
+    Raises:
+        ConfigError: Naming the setting as the user wrote it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be {or_else}a whole number of at least {least}, got {value!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def all_callbacks(given: tuple[Callback, ...], *, tf32: bool | None, defaults: bool) -> list[Callback]:
+    """The user's callbacks between the defaults that prepare a run and those that record it.
+
+    A callback of the class of a default, or derived from it, takes that default's place.
+    """
+    before: list[Callback] = [TF32(tf32), BF16Support(), ScaleMonitor()] if defaults else [BF16Support()]
+    after: list[Callback] = [Checkpoint(), MetricsLog(), Progress()] if defaults else []
+
+    def missing(candidates: list[Callback]) -> list[Callback]:
+        return [c for c in candidates if not any(isinstance(g, type(c)) for g in given)]
+
+    return [*missing(before), *given, *missing(after)]
+
+
+Choices = tuple[Choice[DeviceStrategy], Choice[PrecisionStrategy], Choice[DistributionStrategy]]
+
+
+def prepare(
+    trainer: Trainer,
+    policy: nn.Module,
+    train_data: Any,
+    val_data: Any,
+    *,
+    settings: Settings,
+    choices: Choices,
+    optimizer: OptimizerFactory | None,
+    schedule: ScheduleFactory | None,
+    seed: int | None,
+    fresh: bool,
+    emit: Callable[[Mapping[str, Any]], None],
+    plan: Plan,
+) -> tuple[Run, int | None]:
+    """Put a run together; draws no batch and writes nothing.
+
+    Args:
+        seed: The seed of the run that is resumed; ``None`` for a new run.
+        fresh: Whether the policy starts anew, so that statistics come from the data and not from a checkpoint.
+
+    Returns:
+        The run, and the number of CPU threads it is to have (``None``: torch's choice).
+    """
+    device, precision, distribution = choices[0].value, choices[1].value, choices[2].value
+    adapter = adapt(policy)
+    parameters = trainable(policy)
+    check_parameters(policy.named_parameters())
+    if seed is None:
+        seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
+    if settings.seed is not None:
+        seed_everything(seed)
+
+    source = train_data if train_data is not None else adapter.own_data("train_dataloader")
+    if source is None:
+        raise ConfigError(
+            f"There is nothing to train on: fit got no train_data, and {type(policy).__name__} has no "
+            "train_dataloader().\nPass a dataset or a DataLoader as the second argument of fit."
+        )
+    data = training_data(
+        source,
+        seed=seed,
+        batch_size=settings.batch_size,
+        workers=settings.workers,
+        accumulate=settings.accumulate,
+        pin_memory=device.pins_memory,
+        device_type=device.device.type,
+        rank=distribution.rank,
+        world_size=distribution.world_size,
+    )
+    if fresh:
+        _set_statistics(policy, data.stats)
+    validation = _validation(adapter, val_data, settings, device)
+
+    device.setup()
+    distribution.setup(device.device)
+    policy.to(device.device)
+    policy.train()
+    if settings.compile:
+        policy.compile()
+    adapter.module = distribution.wrap(policy)
+    precision.setup(device.device)
+    optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
+    forms = [prepare_optimizer(o, switch=True) for o in optimizers]
+
+    intervals = _intervals(settings, plan)
+    threads, why_threads = choose_threads(device.device.type, sum(p.numel() for p in parameters), os.environ)
+    for what, asked, chosen, reason in (
+        ("device", choices[0].asked, choices[0].chosen, choices[0].reason),
+        ("precision", choices[1].asked, choices[1].chosen, choices[1].reason),
+        ("distribution", choices[2].asked, choices[2].chosen, choices[2].reason),
+    ):
+        plan.add(what, asked, chosen, reason)
+    tf32 = tf32_support(device.device, trainer.facts)
+    plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32.native), tf32.reason)
+    plan.add("optimizer", "" if optimizer is None else "the run's", ", ".join(forms), origin)
+    plan.add("schedule", "" if schedule is None else "the run's", _schedule_words(schedules))
+    plan.add("policy", "", f"{type(policy).__name__}, {sum(p.numel() for p in parameters):,} trainable parameters",
+             f"{adapter.dialect} dialect")  # fmt: skip
+    plan.add("data", "", _data_words(data, settings), f"resume is not exact: {data.not_exact}" if data.not_exact else
+             "order is a function of seed, epoch and index; resume is exact")  # fmt: skip
+    plan.add("seed", settings.seed, seed, "" if settings.seed is not None else "drawn for the data's order")
+    plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
+    plan.notes += data.notes
+
+    counters = Counters()
+    updater = Updater(
+        trainer,
+        policy,
+        optimizers=optimizers,
+        schedules=schedules,
+        precision=precision,
+        distribution=distribution,
+        mailbox=device.mailbox(MAILBOX_SIZE),
+        counters=counters,
+        callbacks=trainer.callbacks,
+        after_step=adapter.after_step,
+        clip_norm=settings.clip_norm,
+        clip_value=settings.clip_value,
+        non_finite=settings.non_finite,
+        max_skips=settings.max_skips,
+    )
+    run = Run(
+        trainer=trainer,
+        adapter=adapter,
+        device=device,
+        precision=precision,
+        distribution=distribution,
+        data=data,
+        validation_data=validation,
+        schedules=schedules,
+        updater=updater,
+        callbacks=trainer.callbacks,
+        counters=counters,
+        intervals=intervals,
+        seed=seed,
+        accumulate=settings.accumulate,
+        emit=emit,
+    )
+    return run, threads
+
+
+def prepare_validation(
+    policy: nn.Module, val_data: Any, settings: Settings, device: DeviceStrategy
+) -> tuple[PolicyAdapter, Iterable[Any]]:
+    """Adapter and data for a validation without a run.
+
+    Raises:
+        ConfigError: There is no validation data.
+    """
+    adapter = adapt(policy)
+    data = _validation(adapter, val_data, settings, device)
+    if data is None:
+        raise ConfigError(
+            f"There is nothing to validate on: validate got no val_data, and {type(policy).__name__} has no "
+            "val_dataloader()."
+        )
+    return adapter, data
+
+
+def _validation(
+    adapter: PolicyAdapter, val_data: Any, settings: Settings, device: DeviceStrategy
+) -> Iterable[Any] | None:
+    source = val_data if val_data is not None else adapter.own_data("val_dataloader")
+    if source is None:
+        return None
+    if adapter.dialect == "Lightning" and not callable(getattr(adapter.policy, "validation_step", None)):
+        raise ConfigError(
+            f"There is validation data, but {type(adapter.policy).__name__} has no validation_step(batch, batch_idx)."
+        )
+    return validation_loader(
+        source,
+        batch_size=settings.batch_size,
+        workers=settings.workers,
+        pin_memory=device.pins_memory,
+        device_type=device.device.type,
+    )
+
+
+def _set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:
+    """Give the policy the data's statistics, once, if it asks for them: they are its buffers from then on."""
+    set_statistics = getattr(policy, "set_statistics", None)
+    if not callable(set_statistics):
+        return
+    if stats is None:
+        raise ConfigError(
+            f"{type(policy).__name__} has set_statistics(), but the training dataset has no attribute stats to give it."
+            "\nGive the dataset one (feature -> mean, std, ...), or call set_statistics yourself and remove the method."
+        )
+    set_statistics(stats)
+
+
+def _optimizers(
+    adapter: PolicyAdapter, optimizer: OptimizerFactory | None, schedule: ScheduleFactory | None
+) -> tuple[list[Optimizer], list[Schedule], str]:
+    if optimizer is None:
+        optimizers, schedules, origin = adapter.optimizers()
+    else:
+        optimizers, schedules, origin = [optimizer(trainable(adapter.policy))], [], "named by the run"
+    if schedule is not None:
+        if len(optimizers) != 1:
+            raise ConfigError(
+                f"The run names a schedule, but {origin} gives {len(optimizers)} optimizers, and it would not be plain "
+                "which one it moves.\nReturn the schedules from configure_optimizers instead."
+            )
+        schedules = [Schedule(schedule(optimizers[0]))]
+    return optimizers, schedules, origin
+
+
+def _intervals(settings: Settings, plan: Plan) -> Intervals:
+    max_epochs = settings.max_epochs
+    if settings.max_steps is None and max_epochs is None:
+        max_epochs = 1
+        plan.notes.append("neither max_steps nor max_epochs is set, so this run is one epoch")
+    return Intervals(
+        max_steps=settings.max_steps,
+        max_epochs=max_epochs,
+        log_every=settings.log_every,
+        val_every=settings.val_every,
+    )
+
+
+def _tf32_word(asked: bool | None, native: bool) -> str:
+    if asked is None:
+        return "left alone"
+    return ("on" if asked else "off") if native else "not applicable"
+
+
+def _schedule_words(schedules: list[Schedule]) -> str:
+    return ", ".join(f"{type(s.scheduler).__name__} by {s.interval}" for s in schedules) or "none"
+
+
+def _data_words(data: Any, settings: Settings) -> str:
+    size = f"{data.samples_per_epoch:,} samples, " if data.samples_per_epoch is not None else ""
+    batch = f"micro-batches of {data.batch_size}" if data.batch_size is not None else "finished micro-batches"
+    per_epoch = f", {data.batches_per_epoch:,} an epoch" if data.batches_per_epoch is not None else ""
+    window = f", {settings.accumulate} a window" if settings.accumulate > 1 else ""
+    return f"{size}{batch}{per_epoch}{window}"

@@ -1,0 +1,207 @@
+"""From what was asked for and the facts of the machine to what runs, with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+
+from ..strategies.device import (
+    CPUDevice,
+    CUDADevice,
+    DeviceStrategy,
+    MPSDevice,
+    XPUDevice,
+    automatic,
+    unavailable,
+)
+from ..strategies.distributed import DistributionStrategy, SingleProcess
+from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.facts import MachineFacts, bf16_support, describe, fp16_support
+from ..strategies.mixed import BF16, FP16
+from ..strategies.obstacles import (
+    Obstacle,
+    cuda_obstacle,
+    local_rank,
+    mps_obstacle,
+    present_vendors,
+    xpu_obstacle,
+)
+from ..strategies.precision import FullPrecision, PrecisionStrategy
+from ..strategies.scaler import GradScalerConfig
+
+T = TypeVar("T")
+
+_DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu", "xpu:0", "rocm", "hip")
+_DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu|rocm|hip)(?::(0|[1-9]\d*))?")
+_MEANT = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps", "intel": "xpu"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Generic[T]):
+    """One decision: what was asked, what was chosen, and why."""
+
+    value: T
+    asked: str
+    chosen: str
+    reason: str
+
+
+def resolve_device(request: str | DeviceStrategy, facts: MachineFacts) -> Choice[DeviceStrategy]:
+    """The device strategy for a request.
+
+    ``auto`` takes cuda, then mps, xpu, cpu. Without an index it is the device of this process's local rank.
+
+    Raises:
+        ConfigError: The request is no device.
+        DeviceUnavailableError: The device is not here.
+    """
+    if isinstance(request, DeviceStrategy):
+        strategy, asked = request, request.name
+    else:
+        strategy, asked = automatic(facts) if request == "auto" else _named(request, facts), request
+    strategy.check(facts, asked)
+    reasons = [describe(strategy.device, facts)]
+    if asked == "auto":
+        reasons.append(_why_automatic(facts))
+    if strategy.device.index and ":" not in asked:
+        reasons.append(f"LOCAL_RANK is {strategy.device.index}")
+    return Choice(value=strategy, asked=asked, chosen=strategy.name, reason="; ".join(reasons))
+
+
+def choose_precision(device: torch.device, facts: MachineFacts) -> tuple[Literal["no", "bf16", "fp16"], str]:
+    """What precision="auto" means on a device: bf16 where native, else fp16 on an accelerator, else no."""
+    bf16 = bf16_support(device, facts)
+    if bf16.native:
+        return "bf16", bf16.reason
+    if device.type == "cpu":
+        return "no", f"{bf16.reason}, and fp16 is for accelerators"
+    fp16 = fp16_support(device, facts)
+    return ("fp16" if fp16.usable else "no"), f"{bf16.reason}, and {fp16.reason}"
+
+
+def _named(request: object, facts: MachineFacts) -> DeviceStrategy:
+    found = _DEVICE.fullmatch(request) if isinstance(request, str) else None
+    if found is None:
+        raise ConfigError(_no_device(request))
+    plain, kind, index = found.groups()
+    if plain:
+        return CPUDevice() if plain == "cpu" else MPSDevice()
+    number = local_rank(facts) if index is None else int(index)
+    if kind == "xpu":
+        return XPUDevice(number)
+    if kind in ("rocm", "hip") and facts.build != "rocm":
+        cause = f"{kind} is cuda on a ROCm build of PyTorch and this one ({facts.torch_version}) is not"
+        remedy = "Where there is an AMD GPU, install a ROCm build of PyTorch."
+        raise unavailable(found[0], Obstacle(cause, remedy), facts)
+    return CUDADevice(number)
+
+
+def _no_device(request: object) -> str:
+    valid = "device must be auto, cpu, cuda, cuda:N, mps, xpu or xpu:N, or a device strategy"
+    if not isinstance(request, str):
+        return f"{valid}, got {request!r}.\nUse a string such as device='auto'."
+    word = request.strip().lower()
+    if word in _MEANT:
+        meant = _MEANT[word]
+        makers = {"cuda": "NVIDIA's and AMD's", "mps": "Apple's", "xpu": "Intel's"}[meant]
+        return f"{valid}, got {request!r}.\nUse device={meant!r} for {makers} GPUs, or device='auto'."
+    near = word if _DEVICE.fullmatch(word) else next(iter(get_close_matches(word, _DEVICES, n=1)), "auto")
+    return f"{valid}, got {request!r}.\nUse device={near!r}."
+
+
+def _why_automatic(facts: MachineFacts) -> str:
+    if facts.cuda:
+        return "cuda comes first where there is a GPU that torch can use"
+    if facts.mps:
+        return "there is no cuda here, and mps comes next"
+    if facts.xpu:
+        return "there is neither cuda nor mps here, and xpu comes next"
+    kinds = {"xpu": [xpu_obstacle(0, facts)], "mps": [mps_obstacle(facts)]}
+    obstacles = kinds.get(facts.build, [])
+    if present_vendors(facts) or not obstacles:
+        obstacles.append(cuda_obstacle(0, facts))
+    return "; ".join(obstacle.cause for obstacle in obstacles if obstacle)
+
+
+def resolve_precision(
+    request: str | PrecisionStrategy,
+    device: torch.device,
+    facts: MachineFacts,
+    grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
+) -> Choice[PrecisionStrategy]:
+    """The precision strategy for a request, checked against the device.
+
+    Raises:
+        ConfigError: The request is no precision, or ``grad_scaler`` goes with none of it.
+        PrecisionError: The device cannot run it.
+    """
+    if isinstance(request, PrecisionStrategy):
+        strategy, asked, reason = request, request.name, "an object was given"
+        if grad_scaler is not None and isinstance(request, FP16):
+            if request.grad_scaler_given:
+                raise ConfigError(
+                    "grad_scaler is given twice, to the Trainer and to FP16(...). Keep the one in FP16(...)."
+                )
+            strategy = FP16(grad_scaler, allow_cpu=request.allow_cpu)
+    else:
+        name, reason = choose_precision(device, facts) if request == "auto" else (request, "")
+        strategy, asked = _precision_named(name, grad_scaler), str(request)
+    if grad_scaler is not None and not isinstance(strategy, FP16):
+        raise ConfigError(
+            f"grad_scaler sets the loss scale of precision='fp16', but precision is {strategy.name!r}.\n"
+            "Leave grad_scaler out, or use precision='fp16'."
+        )
+    strategy.check(device, facts)
+    return Choice(value=strategy, asked=asked, chosen=strategy.name, reason=reason)
+
+
+def _precision_named(
+    name: object, grad_scaler: GradScalerConfig | Mapping[str, Any] | None
+) -> PrecisionStrategy:
+    if name == "no":
+        return FullPrecision()
+    if name == "bf16":
+        return BF16()
+    if name == "fp16":
+        return FP16(grad_scaler)
+    valid = "precision must be no, bf16, fp16 or auto, or a precision strategy"
+    word = str(name).strip().lower()
+    meant = next((m for words, m in _PRECISIONS.items() if word in words), None)
+    near = meant or next(iter(get_close_matches(word, ("no", "bf16", "fp16", "auto"), n=1)), "auto")
+    raise ConfigError(f"{valid}, got {name!r}.\nUse precision={near!r}.")
+
+
+_PRECISIONS = {
+    ("32", "float32", "fp32", "32-true", "none", "off", "false", "full"): "no",
+    ("bf16-mixed", "bfloat16"): "bf16",
+    ("16", "16-mixed", "float16", "half"): "fp16",
+}
+
+
+def resolve_distribution(request: str | DistributionStrategy, facts: MachineFacts) -> Choice[DistributionStrategy]:
+    """The distribution strategy for a request.
+
+    Raises:
+        ConfigError: The request is no distribution.
+        DistributedError: Several processes were launched or asked for, and this release runs one.
+    """
+    if isinstance(request, DistributionStrategy):
+        return Choice(value=request, asked=request.name, chosen=request.name, reason="an object was given")
+    if request not in ("auto", "none", "ddp", "fsdp"):
+        raise ConfigError(
+            f"distributed must be auto, none, ddp or fsdp, or a distribution strategy, got {request!r}.\n"
+            "Use distributed='auto'."
+        )
+    world = int(dict(facts.environment).get("WORLD_SIZE") or 1)
+    if request in ("ddp", "fsdp") or world > 1:
+        found = f"distributed={request!r} was requested" if request != "auto" else "a launcher started this process"
+        raise DistributedError(
+            f"{found} (WORLD_SIZE is {world}), but this release of policyfit runs one process.\n"
+            "Start it as one process, without a launcher, with distributed='none'."
+        )
+    return Choice(value=SingleProcess(), asked=request, chosen="none", reason="one process")

@@ -1,0 +1,229 @@
+"""One run of a Trainer: its parts, where it stands, and what happens at the steps where something is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..callbacks.callback import CallbackList
+from ..strategies.device import DeviceStrategy
+from ..strategies.distributed import DistributionStrategy
+from ..strategies.errors import ConfigError
+from ..strategies.precision import PrecisionStrategy
+from .counters import Counters
+from .data import MicroBatch, TrainingData
+from .metrics import Means
+from .optimizer import Schedule
+from .policy import PolicyAdapter
+from .rng import restore
+from .update import Updater
+from .validation import validate
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intervals:
+    """When a run does what, in steps; ``None`` means never, or no limit."""
+
+    max_steps: int | None
+    max_epochs: int | None
+    log_every: int | None
+    val_every: int | None
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What ``Trainer.fit`` puts together and ``loop.train`` drives."""
+
+    trainer: Trainer
+    adapter: PolicyAdapter
+    device: DeviceStrategy
+    precision: PrecisionStrategy
+    distribution: DistributionStrategy
+    data: TrainingData
+    validation_data: Iterable[Any] | None
+    schedules: list[Schedule]
+    updater: Updater
+    callbacks: CallbackList
+    counters: Counters
+    intervals: Intervals
+    seed: int
+    accumulate: int
+    emit: Callable[[Mapping[str, Any]], None]
+    means: Means = field(default_factory=Means)
+    run_dir: Path = Path()
+    stop_reason: str | None = None
+    in_window: bool = False
+    resumed_step: int = 0
+    #: The random streams of a checkpoint, put in place once the data iterator exists.
+    streams: dict[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self._validated_at = -1
+        self._begin_clock()
+
+    def _begin_clock(self) -> None:
+        self._clock, self._paused = time.perf_counter(), 0.0
+        self._logged = (self.counters.step, self.counters.micro_batches)
+
+    @property
+    def policy(self) -> nn.Module:
+        """The bare policy."""
+        return self.adapter.policy
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has what it was asked for; only to be asked when every update is settled."""
+        steps, epochs = self.intervals.max_steps, self.intervals.max_epochs
+        return (
+            self.stop_reason is not None
+            or (steps is not None and self.counters.step >= steps)
+            or (epochs is not None and self.counters.epoch >= epochs)
+        )
+
+    # Epochs --------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> Iterator[MicroBatch]:
+        """The micro-batches of the epoch under way, from the first that was not used, on the device."""
+        start = self.counters.batch_in_epoch
+        if start == 0:
+            self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
+        batches = self.device.stream(self.data.epoch(self.counters.epoch, start))
+        if self.streams is not None:
+            # Some loaders draw from the global streams when they start: let the first micro-batch come first.
+            first = list(_first(batches))
+            restore(self.streams, self.device)
+            self.streams = None
+            return chain(first, batches)
+        return batches
+
+    def end_epoch(self) -> None:
+        """The epoch's data is used up: settle its last update and go on to the next epoch.
+
+        Raises:
+            ConfigError: The epoch gave no micro-batch at all.
+        """
+        counters = self.counters
+        if counters.batch_in_epoch == 0:
+            raise ConfigError(
+                f"train_data gave no batch in epoch {counters.epoch}, so the run would never end.\n"
+                "If it is an iterable dataset, make __iter__ start anew each time it is called."
+            )
+        self.updater.settle()
+        for schedule in self.schedules:
+            if schedule.interval == "epoch":
+                if schedule.monitor is not None and self.validation_data is not None:
+                    self._validate_once()
+                schedule.advance(self.trainer.metrics)
+        self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
+        counters.epoch += 1
+        counters.batch_in_epoch = 0
+
+    # Steps ---------------------------------------------------------------------------------------------------
+
+    def something_is_due(self) -> bool:
+        """Whether the update just applied is to be settled at once, for the step it makes if it lands."""
+        step = self.updater.aimed_step
+        every = self.intervals
+        return (
+            self.stop_reason is not None
+            or self.callbacks.need_outcome_now
+            or step == every.max_steps
+            or _hits(step, every.log_every)
+            or _hits(step, every.val_every)
+            or any(callback.due(step) for callback in self.callbacks.with_due)
+        )
+
+    def at_step(self) -> None:
+        """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
+        self.updater.settle()
+        step = self.counters.step
+        if step != self.updater.aimed_step:  # it was skipped; the next update aims at the same step
+            return
+        if _hits(step, self.intervals.log_every):
+            self._log()
+        paused_from = time.perf_counter()
+        if self.validation_data is not None and _hits(step, self.intervals.val_every):
+            self._validate_once()
+        for callback in self.callbacks.with_due:
+            if callback.due(step):
+                callback.on_due(self.trainer, self.policy)
+        self._paused += time.perf_counter() - paused_from
+
+    def _log(self) -> None:
+        """Emit the record of this step: the means since the last one, and what the update itself says."""
+        counters, outcome = self.counters, self.updater.outcome
+        seconds = max(time.perf_counter() - self._clock - self._paused, 1e-9)
+        steps, batches = counters.step - self._logged[0], counters.micro_batches - self._logged[1]
+        record: dict[str, Any] = {"step": counters.step, "epoch": counters.epoch}
+        record.update(self.means.read())
+        record["lr"] = float(self.updater.lr)
+        if outcome is not None and math.isfinite(outcome.grad_norm):
+            record["grad_norm"] = outcome.grad_norm
+        if outcome is not None and outcome.scale is not None:
+            record["scale"] = outcome.scale
+        record["skipped"] = counters.skipped
+        record["steps_per_s"] = steps / seconds
+        if self.data.batch_size is not None:
+            record["samples_per_s"] = batches * self.data.batch_size * self.distribution.world_size / seconds
+        self._begin_clock()
+        self.emit(record)
+
+    def _validate_once(self) -> None:
+        """Validate, unless this very step was validated already."""
+        if self.validation_data is None or self._validated_at == self.counters.step:
+            return
+        self._validated_at = self.counters.step
+        metrics = validate(
+            self.adapter,
+            self.validation_data,
+            trainer=self.trainer,
+            device=self.device,
+            precision=self.precision,
+            callbacks=self.callbacks,
+            seed=self.seed,
+        )
+        self.emit({"step": self.counters.step, "epoch": self.counters.epoch, **metrics})
+        self.callbacks.call("on_validation_end", self.trainer, self.policy)
+
+    # Beginning and end ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The policy may report from now on, and steps per second count from here."""
+        self.adapter.attach(self.trainer.log)
+        self.updater.watch_buffers()
+        self._begin_clock()
+
+    def close(self) -> None:
+        """Leave policy, optimizers, loader processes and the other ranks as they are to be left; after any end."""
+        self.updater.release()
+        self.adapter.detach()
+        self.data.close()
+        self.distribution.teardown()
+
+    def finish(self) -> None:
+        """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""
+        self.updater.settle()
+        if self.counters.step != self._logged[0]:
+            self._log()
+        if self.stop_reason is None:
+            self._validate_once()
+
+
+def _hits(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _first(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    for batch in batches:
+        yield batch
+        return

@@ -1,0 +1,264 @@
+"""YAML as a person means it: ``no`` is a word, ``1e-4`` a number, and a key that is written twice an error.
+
+Every value is plain Python (dict, list, str, int, float, bool, None), and every key keeps its place in the
+text, so that an error found later can name file, line and column. What other YAML readers would read in two
+ways (``010``, ``1_000``, dates) is refused with the advice to quote it.
+
+Source: YAML 1.2.2, section 10.3.2 (core schema), which PyYAML, a YAML 1.1 reader, does not follow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..strategies.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+CONSTANTS: dict[str, bool | float | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **{sign + word: float(sign + "inf") for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")},
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
+}
+INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+TWO_MEANINGS = (
+    (re.compile(r"[-+]?0o[0-7]+|[-+]?0[xX][0-9a-fA-F]+|[-+]?0[bB][01]+"), "a number that is not decimal"),
+    (re.compile(r"[-+]?0[0-9_]+(\.[0-9_]*)?([eE][-+]?[0-9]+)?"), "a number with leading zeros"),
+    (re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?"), "a number with underscores"),
+    (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?"), "a time, or a number to the base 60"),
+    (re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?"), "a date"),
+    (
+        re.compile(r"[-+]?(inf|infinity|nan)", re.IGNORECASE),
+        "a word or a number (which is written .inf or .nan)",
+    ),
+)
+LONGEST_NUMBER = 300  # characters; int() of a much longer one is slow and then refused by Python
+LARGEST_DOCUMENT = 100_000  # values; aliases of aliases grow exponentially
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a run file, or on the command line (where ``line`` is 0)."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a text says, and where it says it: one mark for each key and list item, by its path."""
+
+    value: Any
+    marks: dict[KeyPath, Mark] = field(default_factory=dict)
+
+
+def read_file(path: str | Path) -> Document:
+    """The one document of a YAML (or JSON) file.
+
+    Raises:
+        ConfigError: The file is missing, unreadable, empty or not text, or its text is refused.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, but a YAML file was expected.")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; a YAML file was expected.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8 (byte {error.start}).") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    return read_text(text, str(path))
+
+
+def read_text(text: str, name: str) -> Document:
+    """The one document in ``text``; ``name`` stands for the file in messages.
+
+    Raises:
+        ConfigError: The text is empty, is not YAML, holds several documents, or means two things.
+    """
+    import yaml
+
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if getattr(event, "tag", None) is not None:
+                raise ConfigError(
+                    f"{_mark(event, name)}: tags ({event.tag}) are not supported; leave it out."
+                )
+        nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_message(error, text, name)) from error
+    except yaml.reader.ReaderError as error:
+        message = f"{name}: the character {chr(error.character)!r} is not allowed in YAML text."
+        raise ConfigError(message) from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} is nested too deeply to be read.") from error
+    if len(nodes) > 1:
+        raise ConfigError(
+            f"{_mark(nodes[1], name)}: a second document begins here, but one file describes one run.\n"
+            "Remove the line '---', or make two files of it."
+        )
+    if not nodes or (_plain(nodes[0]) and nodes[0].value == ""):
+        raise ConfigError(f"{name} is empty: it holds no value.")
+    builder = _Builder(name)
+    return Document(builder.value(nodes[0], ()), builder.marks)
+
+
+def read_word(text: str, name: str) -> Any:
+    """What a value on the command line means: exactly what it would mean in a file.
+
+    Lists, mappings and quotes are YAML as well; any other text is one word, even with ``:`` or ``#`` in it.
+
+    Raises:
+        ConfigError: The text is not YAML, or means two things.
+    """
+    text = text.strip()
+    if text[:1] in ("[", "{", '"', "'"):
+        return read_text(text, name).value
+    try:
+        return scalar(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def scalar(text: str) -> str | int | float | bool | None:
+    """What a plain word means.
+
+    Raises:
+        ValueError: YAML readers disagree about the word.
+    """
+    if text in CONSTANTS:
+        return CONSTANTS[text]
+    if len(text) <= LONGEST_NUMBER:
+        if INTEGER.fullmatch(text):
+            return int(text)
+        if FLOAT.fullmatch(text):
+            number = float(text)
+            if math.isinf(number):
+                raise ValueError(f"{text} is too large for a floating-point number.")
+            return number
+        for pattern, meaning in TWO_MEANINGS:
+            if pattern.fullmatch(text):
+                raise ValueError(
+                    f"{text} could be text or {meaning}.\n"
+                    f'Write "{text}" in quotes for the text, or the number in plain decimal digits.'
+                )
+    return text
+
+
+def write(value: Any) -> str:
+    """YAML text that ``read_text`` reads back as an equal value.
+
+    Raises:
+        ConfigError: The value is not plain (dict, list, str, int, float, bool or None).
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Dumper.add_representer(str, _represent_text)
+    Dumper.add_representer(tuple, yaml.SafeDumper.represent_list)
+    try:
+        text = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    except yaml.representer.RepresenterError as error:
+        raise ConfigError(f"{error.args[-1]!r} cannot be written as YAML: it is no plain value.") from error
+    return str(text)
+
+
+class _Builder:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.marks: dict[KeyPath, Mark] = {}
+        self._open: list[Any] = []
+        self._count = 0
+
+    def value(self, node: Any, path: KeyPath) -> Any:
+        self._count += 1
+        if self._count > LARGEST_DOCUMENT:
+            raise self._error(
+                node, f"the file holds more than {LARGEST_DOCUMENT} values, counting each alias."
+            )
+        if node.id == "scalar":
+            return self._scalar(node)
+        if any(node is outer for outer in self._open):
+            raise self._error(node, "this anchor contains itself.")
+        self._open.append(node)
+        value = self._mapping(node, path) if node.id == "mapping" else self._list(node, path)
+        self._open.pop()
+        return value
+
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str | int, Any]:
+        mapping: dict[str | int, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._scalar(key_node) if key_node.id == "scalar" else None
+            if key == "<<" and _plain(key_node):
+                raise self._error(
+                    key_node, "merge keys (<<) are not supported; write the keys out, or use two files."
+                )
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                raise self._error(key_node, "a key must be a word or a whole number. Write it in quotes.")
+            if key in mapping:
+                raise self._error(
+                    key_node,
+                    f"the key {key!r} is written twice; it first stands at {self.marks[(*path, key)]}.",
+                )
+            self.marks[(*path, key)] = _mark(key_node, self.name)
+            mapping[key] = self.value(value_node, (*path, key))
+        return mapping
+
+    def _list(self, node: Any, path: KeyPath) -> list[Any]:
+        items = []
+        for index, item in enumerate(node.value):
+            self.marks[(*path, index)] = _mark(item, self.name)
+            items.append(self.value(item, (*path, index)))
+        return items
+
+    def _scalar(self, node: Any) -> Any:
+        if not _plain(node):
+            return node.value
+        try:
+            return scalar(node.value)
+        except ValueError as error:
+            raise self._error(node, str(error)) from None
+
+    def _error(self, node: Any, message: str) -> ConfigError:
+        return ConfigError(f"{_mark(node, self.name)}: {message}")
+
+
+def _represent_text(dumper: Any, text: str) -> Any:
+    try:
+        plain = scalar(text) == text and text != "<<"
+    except ValueError:
+        plain = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+def _plain(node: Any) -> bool:
+    return node.id == "scalar" and node.style is None
+
+
+def _mark(node: Any, name: str) -> Mark:
+    return Mark(name, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _syntax_message(error: Any, text: str, name: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = Mark(name, mark.line + 1, mark.column + 1) if mark else Mark(name)
+    line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+    what = ", ".join(part for part in (error.context, error.problem) if part)
+    advice = "\nIndent with spaces: YAML does not allow tabs there." if "\t" in line else ""
+    return f"{place}: this is not YAML: {what}.{advice}"

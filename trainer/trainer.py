@@ -1,0 +1,481 @@
+"""``Trainer``: the object users hold. It composes strategies and callbacks; the loop is in ``loop.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..callbacks.callback import Callback, CallbackList
+from ..strategies.device import DeviceStrategy
+from ..strategies.distributed import DistributionStrategy
+from ..strategies.errors import CallbackError, ConfigError
+from ..strategies.facts import MachineFacts, probe
+from ..strategies.precision import PrecisionStrategy
+from ..strategies.scaler import GradScalerConfig
+from . import state
+from .checkpoint import delete_checkpoint, newest_checkpoint, point_last_at, whole_checkpoints, write_checkpoint
+from .counters import Counters
+from .loop import train
+from .optimizer import OptimizerFactory, ScheduleFactory
+from .plan import Plan
+from .prepare import Settings, all_callbacks, prepare, prepare_validation, whole
+from .process import process_state
+from .resolve import resolve_device, resolve_distribution, resolve_precision
+from .rng import preserved
+from .rollout import RolloutReport, acting, rollout
+from .run import Run
+from .run_dir import check_free, new_run_dir, newest_run
+from .update import NonFinite, Outcome
+from .validation import validate
+
+Status = Literal["new", "running", "completed", "stopped", "interrupted", "failed"]
+
+
+class Trainer:
+    """Trains a robot policy on the device and in the precision that it was asked for, or says why not.
+
+    Args:
+        device: "auto", "cpu", "cuda", "cuda:N", "mps", "xpu", "xpu:N" ("rocm", "hip" on ROCm), or a strategy.
+        precision: "no", "bf16", "fp16", "auto", or a strategy such as ``FP16(allow_cpu=True)``.
+        grad_scaler: Settings of fp16's loss scale, a ``GradScalerConfig`` or its fields.
+        tf32: On (True) or off (False) where the device has it; ``None`` leaves torch's switches alone.
+        distributed: "auto" or "none": one process. Others come with a later release.
+        compile: Compile the policy with ``torch.compile``.
+        max_steps: Updates that land; ``None`` for no limit. With neither limit a run is one epoch.
+        max_epochs: Passes over the data; ``None`` for no limit.
+        batch_size: Samples in a micro-batch, where the data is a dataset.
+        workers: Processes that load data; "auto" is none on the cpu, else up to 4.
+        accumulate: Micro-batches in an update's window.
+        clip_norm: Largest L2 norm of all gradients, in units of the loss; ``None`` for no limit.
+        clip_value: Largest absolute value of a gradient's element; ``None`` for no limit.
+        non_finite: What a non-finite gradient does: "skip" its update, "raise", or "off" for no guard.
+        max_skips: Skips in a row that end the run.
+        val_every: Steps between validations; ``None`` or 0: once, at the end.
+        log_every: Steps between log records; ``None`` or 0: only at the end.
+        seed: Seeds every random stream at the start of ``fit``; ``None`` leaves them and draws a seed for the data.
+        deterministic: Ask torch for deterministic algorithms during the run.
+        run_dir: The folder of the run; ``None`` makes a new one under ``runs/``.
+        callbacks: More callbacks. One of a default's class replaces that default.
+        loggers: Fabric or Lightning loggers, which get every record of metrics.
+        default_callbacks: False leaves out all defaults but ``BF16Support``.
+
+    Raises:
+        ConfigError: A setting out of range, or two that exclude each other.
+        DeviceUnavailableError: The device is not here.
+        PrecisionError: The device cannot run the precision.
+
+    Example:
+        >>> Trainer(device="auto", precision="bf16").fit(policy)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        device: str | DeviceStrategy = "auto",
+        precision: str | PrecisionStrategy = "no",
+        *,
+        grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
+        tf32: bool | None = True,
+        distributed: str | DistributionStrategy = "auto",
+        compile: bool = False,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        batch_size: int = 8,
+        workers: int | Literal["auto"] = "auto",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        non_finite: NonFinite = "skip",
+        max_skips: int = 100,
+        val_every: int | None = None,
+        log_every: int | None = 50,
+        seed: int | None = None,
+        deterministic: bool = False,
+        run_dir: str | Path | None = None,
+        callbacks: Iterable[Callback] = (),
+        loggers: Iterable[Any] = (),
+        default_callbacks: bool = True,
+    ) -> None:
+        self._settings = Settings(
+            tf32=tf32,
+            compile=compile,
+            max_steps=max_steps,
+            max_epochs=max_epochs,
+            batch_size=batch_size,
+            workers=workers,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            non_finite=non_finite,
+            max_skips=max_skips,
+            val_every=val_every or None,
+            log_every=log_every or None,
+            seed=seed,
+            deterministic=deterministic,
+        )
+        self.facts: MachineFacts = probe()
+        self._device = resolve_device(device, self.facts)
+        self._precision = resolve_precision(precision, self._device.value.device, self.facts, grad_scaler)
+        self._distribution = resolve_distribution(distributed, self.facts)
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._loggers = tuple(loggers)
+        self.callbacks = CallbackList(all_callbacks(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
+        self._metrics: dict[str, float] = {}
+        self._collect: Callable[[str, Any], None] | None = None
+        self._run: Run | None = None
+        self._plan = Plan()
+        self._status: Status = "new"
+        #: The run as resolved, written to ``config.yaml``; the command line sets it, else the trainer describes itself.
+        self.config: dict[str, Any] | None = None
+
+    # What a run is made of, for callbacks: read only ----------------------------------------------------------
+
+    @property
+    def device(self) -> DeviceStrategy:
+        """The device strategy."""
+        return self._device.value
+
+    @property
+    def precision(self) -> PrecisionStrategy:
+        """The precision strategy."""
+        return self._precision.value
+
+    @property
+    def distribution(self) -> DistributionStrategy:
+        """The distribution strategy."""
+        return self._distribution.value
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.distribution.is_main
+
+    @property
+    def plan(self) -> Plan:
+        """What the run does and why."""
+        return self._plan
+
+    @property
+    def status(self) -> Status:
+        """Where the last run stands: it is running, or how it ended."""
+        return self._status
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run was stopped; ``None`` if nobody asked."""
+        return None if self._run is None else self._run.stop_reason
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last known value of every metric, by name."""
+        return self._metrics
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps that the run is to make."""
+        return self._settings.max_steps if self._run is None else self._run.intervals.max_steps
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs that the run is to make."""
+        return self._settings.max_epochs if self._run is None else self._run.intervals.max_epochs
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Micro-batches in an epoch; ``None`` where the data does not say."""
+        return None if self._run is None else self._run.data.batches_per_epoch
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run."""
+        return self._active.run_dir
+
+    @property
+    def resumed_step(self) -> int:
+        """The step at which the run was taken up; 0 for a fresh one."""
+        return self._active.resumed_step
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the run."""
+        return self._active.updater.optimizers
+
+    # Counters: asking settles the last update ------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Updates that landed (Lightning's ``global_step``). Settles the last update."""
+        return self._settled.step
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were skipped. Settles the last update."""
+        return self._settled.skipped
+
+    @property
+    def updates(self) -> int:
+        """Updates that landed or were skipped. Settles the last update."""
+        return self._settled.updates
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What became of the last update, settled by asking; ``None`` before the first."""
+        return None if self._run is None else self._run.updater.outcome
+
+    @property
+    def micro_batches(self) -> int:
+        """Draws from the loader."""
+        return 0 if self._run is None else self._run.counters.micro_batches
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data under way, from 0."""
+        return 0 if self._run is None else self._run.counters.epoch
+
+    @property
+    def _settled(self) -> Counters:
+        if self._run is None:
+            return Counters()
+        self._run.updater.settle()
+        return self._run.counters
+
+    @property
+    def _active(self) -> Run:
+        if self._run is None:
+            raise CallbackError("There is no run yet: this is known from fit() on.")
+        return self._run
+
+    # Training ---------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        policy: nn.Module,
+        train_data: Any = None,
+        val_data: Any = None,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        schedule: ScheduleFactory | None = None,
+        resume: str | Path | None = None,
+    ) -> None:
+        """Train ``policy``, in place.
+
+        Args:
+            policy: A module that speaks one of the dialects of ``policy.py``.
+            train_data: A map-style dataset, an iterable dataset or a DataLoader; ``None`` takes the policy's
+                own ``train_dataloader()``.
+            val_data: The same for validation; ``None`` takes the policy's own ``val_dataloader()``, if it has one.
+            optimizer: Makes the optimizer from the trainable parameters; wins over ``configure_optimizers``.
+            schedule: Makes the schedule from that optimizer; it counts steps.
+            resume: ``None`` for a new run, "last" for the newest checkpoint of ``run_dir``, or a path: a run's
+                folder or a checkpoint's.
+
+        Raises:
+            PolicyfitError: Any of its kinds, before the first batch where that is possible.
+        """
+        checkpoint = self._find_checkpoint(resume)
+        if checkpoint is None and self._run_dir is not None:
+            check_free(self._run_dir)
+        saved = None if checkpoint is None else state.read(checkpoint)
+        self._plan, self._metrics, self._run = Plan(), {}, None
+        run, threads = prepare(
+            self,
+            policy,
+            train_data,
+            val_data,
+            settings=self._settings,
+            choices=(self._device, self._precision, self._distribution),
+            optimizer=optimizer,
+            schedule=schedule,
+            seed=None if saved is None else state.seed_of(saved, self._settings.seed),
+            fresh=saved is None,
+            emit=self._emit,
+            plan=self._plan,
+        )
+        with process_state(deterministic=self._settings.deterministic, threads=threads):
+            self._fit(run, checkpoint, saved)
+
+    def _fit(self, run: Run, checkpoint: Path | None, saved: state.Saved | None) -> None:
+        if checkpoint is None:
+            run.run_dir = self._run_dir or new_run_dir(type(run.policy).__name__)
+        else:
+            run.run_dir = self._run_dir or checkpoint.parent.parent
+        self._run, self._status = run, "running"
+        try:
+            run.start()
+            if saved is not None and checkpoint is not None:
+                self._plan.notes += state.restore(run, saved, checkpoint)
+            self._write_description(run, fresh=saved is None)
+            self.callbacks.call("setup", self, run.policy, "fit")
+            if saved is not None:
+                self.callbacks.call("on_load_checkpoint", self, run.policy, saved.callbacks.get("checkpoint", {}))
+            self.callbacks.call("on_fit_start", self, run.policy)
+            train(run)
+            run.finish()
+            self._status = "completed" if run.stop_reason is None else "stopped"
+            self.callbacks.call("on_fit_end", self, run.policy)
+        except BaseException as error:
+            self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.callbacks.call("on_exception", self, run.policy, error)
+            raise
+        finally:
+            run.close()
+            self.callbacks.call("teardown", self, run.policy, "fit")
+            for logger in self._loggers:
+                logger.finalize("success" if self._status in ("completed", "stopped") else "failed")
+
+    def _find_checkpoint(self, resume: str | Path | None) -> Path | None:
+        if resume is None:
+            return None
+        where = Path(resume) if resume != "last" else (self._run_dir or newest_run())
+        return newest_checkpoint(where, self._plan.notes.append)
+
+    def _write_description(self, run: Run, *, fresh: bool) -> None:
+        """``plan.json`` and ``config.yaml``; a resumed run keeps the configuration that it began with."""
+        from .strict_yaml import write  # PyYAML is not needed before a run
+
+        if not self.is_main:
+            return
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        (run.run_dir / "plan.json").write_text(json.dumps(self._plan.to_dict(), indent=2) + "\n")
+        if fresh or not (run.run_dir / "config.yaml").exists():
+            config = self.config if self.config is not None else state.describe(self._settings, run)
+            (run.run_dir / "config.yaml").write_text(write(config))
+
+    # Commands of callbacks --------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """End the run after the update under way; it counts as stopped, not as failed."""
+        if self._active.stop_reason is None:
+            self._active.stop_reason = reason
+
+    def log(self, name: str, value: Any) -> None:
+        """Report a metric, a number or a scalar tensor: its mean stands in the next log record.
+
+        Called during validation it becomes a mean over the validation data.
+        """
+        (self._collect or self._active.means.add)(name, value)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Report that something happened, at once: every ``on_log`` gets it, ``metrics.jsonl`` among them."""
+        step = 0 if self._run is None else self._run.counters.step
+        record = {"step": step, "event": kind, **fields}
+        for hook in self.callbacks.bound["on_log"]:
+            hook(self, None if self._run is None else self._run.policy, record)
+
+    def _emit(self, record: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in record.items() if name not in ("step", "epoch")}
+        self._metrics.update(values)
+        for hook in self.callbacks.bound["on_log"]:
+            hook(self, self._active.policy, record)
+        for logger in self._loggers:
+            logger.log_metrics(values, step=record["step"])
+
+    @contextmanager
+    def collecting(self, add: Callable[[str, Any], None]) -> Iterator[None]:
+        """Lead ``log`` to ``add`` for a while."""
+        before, self._collect = self._collect, add
+        try:
+            yield
+        finally:
+            self._collect = before
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: str | Path | None = None) -> Path:
+        """Save the run as it stands, complete or not at all; returns the checkpoint's folder.
+
+        Args:
+            path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
+
+        Raises:
+            CallbackError: Called inside a window, whose gradients no checkpoint holds; ``on_due`` is the place.
+            CheckpointError: It could not be written; earlier checkpoints are untouched.
+            TrainingDiverged: Weights or buffers are no longer finite.
+        """
+        run = self._active
+        if run.in_window:
+            raise CallbackError(
+                "save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n"
+                "Call it from on_due, on_validation_end or on_train_epoch_end."
+            )
+        run.updater.settle()
+        run.updater.check_finite()
+        extra: dict[str, Any] = {}
+        self.callbacks.call("on_save_checkpoint", self, run.policy, extra)
+        folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
+        write_checkpoint(folder, state.capture(run, extra))
+        if path is None:
+            point_last_at(folder)
+        return folder
+
+    def checkpoints(self) -> list[Path]:
+        """The whole checkpoints of the run, oldest first."""
+        return whole_checkpoints(self.run_dir / "checkpoints")
+
+    def delete_checkpoint(self, checkpoint: Path) -> None:
+        """Delete one of them."""
+        delete_checkpoint(checkpoint)
+
+    # Without training -------------------------------------------------------------------------------------------
+
+    def validate(self, policy: nn.Module, val_data: Any = None) -> dict[str, float]:
+        """The ``val/...`` means of ``policy`` over ``val_data``, or over its own ``val_dataloader()``."""
+        adapter, data = prepare_validation(policy, val_data, self._settings, self.device)
+        adapter.attach(self.log)
+        try:
+            with self._standing(policy, "validate"):
+                metrics = validate(
+                    adapter,
+                    data,
+                    trainer=self,
+                    device=self.device,
+                    precision=self.precision,
+                    callbacks=self.callbacks,
+                    seed=self._settings.seed or 0,
+                )
+                self._metrics.update(metrics)
+                self.callbacks.call("on_validation_end", self, policy)
+        finally:
+            adapter.detach()
+        return metrics
+
+    def evaluate(self, policy: nn.Module, env: Any, episodes: int = 50, *, seed: int = 0) -> RolloutReport:
+        """Let ``policy`` act for ``episodes`` episodes and measure its success.
+
+        Args:
+            policy: A module with ``select_action(observation)`` and, if it keeps state, ``reset()``.
+            env: A Gymnasium (vector) environment, which is closed afterwards, or a function that makes one.
+            episodes: Episodes in all.
+            seed: Episode i is reset with ``seed + i``.
+        """
+        whole("episodes", episodes, 1)
+
+        def act(observation: Any) -> torch.Tensor:
+            with self.precision.autocast():
+                return policy.select_action(observation)  # type: ignore[operator,no-any-return]
+
+        with self._standing(policy, "evaluate"), preserved(self.device), acting(policy):
+            self.callbacks.call("on_rollout_start", self, policy)
+            report = rollout(policy, env, episodes=episodes, seed=seed, act=act, to_device=self.device.move)
+            self.callbacks.call("on_rollout_end", self, policy, report)
+        return report
+
+    @contextmanager
+    def _standing(self, policy: nn.Module, stage: str) -> Iterator[None]:
+        """Device and precision in place for ``policy``, as they are anyway inside its own run."""
+        if self._status == "running":
+            yield
+            return
+        self.device.setup()
+        policy.to(self.device.device)
+        self.precision.setup(self.device.device)
+        try:
+            self.callbacks.call("setup", self, policy, stage)
+            yield
+        finally:
+            self.callbacks.call("teardown", self, policy, stage)

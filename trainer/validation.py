@@ -1,0 +1,80 @@
+"""Validation: means over held-out data that leave no trace in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..callbacks.callback import CallbackList
+from ..strategies.device import DeviceStrategy
+from ..strategies.errors import ConfigError
+from ..strategies.precision import PrecisionStrategy
+from .data import count_samples
+from .policy import PolicyAdapter
+from .rng import derive_seed, preserved, seed_everything
+from .rollout import acting
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class SampleMeans:
+    """Means over samples: each batch weighs as much as it has samples. NaN stays NaN."""
+
+    def __init__(self) -> None:
+        self.samples = 1
+        self._values: dict[str, list[tuple[Tensor | float, int]]] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """One batch's mean: a number or a scalar tensor.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.numel() != 1:
+                raise ConfigError(f"The validation metric {name!r} must be a scalar, got shape {tuple(value.shape)}.")
+        elif not isinstance(value, int | float):
+            raise ConfigError(f"The validation metric {name!r} must be a number or a scalar tensor, got {value!r}.")
+        self._values.setdefault(name, []).append((value, self.samples))
+
+    def read(self) -> dict[str, float]:
+        """The means by name; waits for the device."""
+        return {
+            name: sum(float(value) * n for value, n in values) / sum(n for _, n in values)
+            for name, values in self._values.items()
+        }
+
+
+def validate(
+    adapter: PolicyAdapter,
+    data: Iterable[Any],
+    *,
+    trainer: Trainer,
+    device: DeviceStrategy,
+    precision: PrecisionStrategy,
+    callbacks: CallbackList,
+    seed: int,
+) -> dict[str, float]:
+    """The ``val/...`` means of the policy over ``data``, in eval mode, under the precision's autocast.
+
+    Random numbers that the policy draws are the same at every validation; gradients, modes and all random
+    streams are afterwards what they were.
+    """
+    policy, means = adapter.policy, SampleMeans()
+    with preserved(device), acting(policy), trainer.collecting(means.add), torch.no_grad():
+        seed_everything(derive_seed(seed, "validation"))
+        callbacks.call("on_validation_start", trainer, policy)
+        for index, batch in enumerate(device.stream(data)):
+            callbacks.call("on_validation_batch_start", trainer, policy, batch, index)
+            means.samples = count_samples(batch)
+            with precision.autocast():
+                outputs = adapter.validation_step(batch, index)
+            for name, value in outputs.items():
+                means.add(f"val/{name}", value)
+            callbacks.call("on_validation_batch_end", trainer, policy, outputs, batch, index)
+    return means.read()
