@@ -209,9 +209,7 @@ def delete_checkpoint(checkpoint: Path) -> None:
     try:
         _remove(checkpoint)
     except OSError as error:
-        raise CheckpointError(
-            f"{checkpoint} could not be deleted: {error}. The next save tries again."
-        ) from error
+        raise CheckpointError(f"{checkpoint} could not be deleted: {error}.") from error
 
 
 def _write_files(writer: FileWriter, state: CheckpointState) -> None:

@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..strategies.errors import ConfigError
 from . import strict_yaml
-from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, parameters, read_recipe, unknown_key
+from .hints import parameters
+from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, read_recipe, unknown_key
 from .strict_yaml import KeyPath, Mark
 
 SECTIONS = ("policy", "data", "trainer", "optimizer", "schedule", "eval")
@@ -55,8 +56,7 @@ DATA = Slot("data with __getitem__ or __iter__", _is_data)
 OPTIMIZER = Slot("a torch.optim.Optimizer", _subclass_of(Optimizer), given=1)
 SCHEDULE = Slot("a torch.optim.lr_scheduler.LRScheduler", _subclass_of(LRScheduler), given=1)
 ENVIRONMENT = Slot("a gymnasium environment, or something that makes one when called", _is_environment)
-ANYTHING = Slot("an object", lambda found: True)
-CLASSES: dict[KeyPath, Slot] = {
+CLASSES: dict[tuple[str, ...], Slot] = {
     ("policy",): POLICY,
     ("data", "train"): DATA,
     ("data", "val"): DATA,
@@ -100,7 +100,7 @@ class Run:
 
     config: RunConfig
     trainer: Recipe
-    recipes: Mapping[KeyPath, Recipe]
+    recipes: Mapping[tuple[str, ...], Recipe]
 
     def build(self, *path: str) -> Any:
         """The object at a place such as ``"data", "train"``; ``None`` where the run names none."""
@@ -140,32 +140,34 @@ def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] =
 
 
 def resolve(config: RunConfig, trainer_class: type | None = None) -> Run:
-    """Check every section against its classes. The config of the result has the trainer's defaults written out.
+    """Check every section against its classes; the result's config has the trainer's defaults written out.
 
     Raises:
-        ConfigError: A class does not exist or does not belong where it stands, an argument is unknown, missing
-            or of the wrong type, or the environment of a launcher asks for another precision.
+        ConfigError: A class does not exist or does not belong where it stands; an argument is unknown, missing
+            or of the wrong type; or a launcher's environment asks for another precision.
     """
     if trainer_class is None:
         from .trainer import Trainer
 
         trainer_class = Trainer
     values = _sections(config, trainer_class)
-    recipes = {}
+    trainer = bind(("trainer",), trainer_class, values["trainer"], config.fault)
+    values["trainer"] = _defaults(trainer_class) | trainer.values
+    _check_launcher(values["trainer"]["precision"])
+    recipes: dict[tuple[str, ...], Recipe] = {}
+    steps = values["trainer"].get("max_steps")
     for path, slot in CLASSES.items():
-        section = values if len(path) == 1 else values[str(path[0])]
-        spec = section.get(path[-1])
-        fill = {"total_steps": values["trainer"].get("max_steps")} if path == ("schedule",) else {}
+        *outer, key = path
+        section = values[outer[0]] if outer else values
+        spec = section.get(key)
+        fill = {"total_steps": steps} if path == ("schedule",) and steps is not None else {}
         if spec is not None:
             recipes[path] = read_recipe(path, spec, slot, config.fault, fill)
-            section[path[-1]] = {**spec, "init_args": recipes[path].values}
+            section[key] = {**spec, "init_args": recipes[path].values}
     if ("policy",) not in recipes:
         raise ConfigError("The section policy is missing: a run needs policy: {class_path: module.Class}.")
-    trainer = bind(("trainer",), trainer_class, values["trainer"], ANYTHING, config.fault)
-    _check_launcher(trainer.values["precision"])
     if values["eval"]:
-        values["eval"] = bind(("eval",), _Evaluation, values["eval"], ANYTHING, config.fault).values
-    values["trainer"] = _defaults(trainer_class) | trainer.values
+        values["eval"] = bind(("eval",), _Evaluation, values["eval"], config.fault).values
     resolved = RunConfig(
         {key: value for key, value in values.items() if value not in (None, {})}, config.marks
     )
@@ -196,9 +198,9 @@ def build_environment(config: RunConfig) -> Any:
         return read_recipe(("eval", "env"), spec, ENVIRONMENT, config.fault).build()
 
 
-def dump(config: RunConfig) -> str:
-    """The text of ``config.yaml``; ``read_run`` of that file gives equal values."""
-    return strict_yaml.write(config.values)
+def dump(values: Mapping[str, Any]) -> str:
+    """The text of ``config.yaml``: the values of a resolved run; ``read_run`` of it gives equal ones."""
+    return strict_yaml.write(values)
 
 
 def _lay_over(config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPath, Mark]) -> RunConfig:
@@ -226,7 +228,7 @@ def _same_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[str, Any]]:
-    """The path that a key of the command line means (``optimizer.lr`` is ``optimizer.init_args.lr``), and its overlay."""
+    """What a key of the command line means, ``optimizer.lr`` as ``optimizer.init_args.lr``; and its overlay."""
     path: KeyPath = ()
     node: Any = config.values
     for part in SHORT.get(key, key).split("."):
@@ -236,8 +238,8 @@ def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[st
             raise config.fault(path, f"{dotted(path)} is {node!r}, so --{key} cannot set anything in it.")
         path, node = (*path, part), (node or {}).get(part)
     overlay = value
-    for part in reversed(path):
-        overlay = {part: overlay}
+    for key_part in reversed(path):
+        overlay = {key_part: overlay}
     return path, overlay
 
 
@@ -274,7 +276,7 @@ def _defaults(trainer_class: type) -> dict[str, Any]:
 
 
 def _check_launcher(precision: Any) -> None:
-    """accelerate's launcher hands on a precision by an environment variable, which must not contradict the run."""
+    """The precision that accelerate's launcher hands on by a variable must not contradict the run."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched in ("bf16", "fp16", "fp8") and precision in ("no", "bf16", "fp16") and launched != precision:
         raise ConfigError(

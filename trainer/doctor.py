@@ -21,7 +21,7 @@ from ..strategies.obstacles import cuda_obstacle, present_vendors
 from .resolve import choose_precision, resolve_device
 
 _BUILD = {
-    "cpu": "CPU",
+    "cpu": "the cpu alone",
     "cuda": "CUDA (NVIDIA)",
     "rocm": "ROCm (AMD)",
     "xpu": "XPU (Intel)",
@@ -32,7 +32,7 @@ _FORMATS = {"bf16": bf16_support, "fp16": fp16_support, "TF32": tf32_support}
 
 def report(facts: MachineFacts) -> list[tuple[str, str]]:
     """Rows of (what, finding): torch, devices and number formats, masks, the choices of auto, warnings."""
-    rows = [("torch", f"{facts.torch_version}, a {_BUILD[facts.build]} build")]
+    rows = [("torch", f"{facts.torch_version}, built for {_BUILD[facts.build]}")]
     for device in _devices(facts):
         gpus = {"cuda": facts.cuda, "xpu": facts.xpu}.get(device.type)
         uuid = f", uuid {gpus[device.index].uuid}" if gpus and gpus[device.index].uuid else ""
@@ -47,7 +47,7 @@ def report(facts: MachineFacts) -> list[tuple[str, str]]:
             ("precision=auto", f"{precision}: {reason}"),
         ]
     except PolicyfitError as error:
-        rows.append(("device=auto", f"refused: {error}"))
+        rows.append(("device=auto", f"refused: {str(error).replace(chr(10), ' ')}"))
     return rows + [("warning", warning) for warning in _warnings(facts)]
 
 
@@ -72,7 +72,7 @@ def tf32_setting() -> str:
         "cpu matmul": backends.mkldnn.matmul.fp32_precision,
     }
     text = ", ".join(f"{name} {value}" for name, value in leaves.items())
-    return f"{text} (mixed: torch's old getters raise, and so may torch.compile)" if _is_mixed() else text
+    return f"{text} (mixed: torch's old getters raise, so torch.compile may)" if _is_mixed() else text
 
 
 def _is_mixed() -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -136,7 +137,8 @@ class KeyedData(TrainingData):
         assert self._loader is not None
         self._draws.place(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, "workers", epoch))
-        yield from self._loader
+        with _letting_go(self._loader):
+            yield from self._loader
 
 
 class OrderedData(KeyedData):
@@ -210,9 +212,10 @@ class IteratedData(TrainingData):
         set_epoch([self._source, *parts], epoch)
         number = 0
         try:
-            for batch in drawn_in(OwnStreams(derive_seed(self._seed, "iterable", epoch)), self._source):
-                yield batch
-                number += 1
+            with _letting_go(self._source):
+                for batch in drawn_in(OwnStreams(derive_seed(self._seed, "iterable", epoch)), self._source):
+                    yield batch
+                    number += 1
         except Exception as error:
             raise RuntimeError(
                 f"Micro-batch {number} of epoch {epoch} could not be drawn from {name_of(self._source)}: "
@@ -251,6 +254,17 @@ def keyed_loader(
         generator=generator,
         **settings,
     )
+
+
+@contextmanager
+def _letting_go(source: Any) -> Iterator[None]:
+    """Keep an error from holding on to the workers: they end with the last reference to their iterator."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(source, "num_workers", 0):
+            traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def _refuse_accelerator_tensors_in_forks(dataset: Any, settings: Mapping[str, Any]) -> None:

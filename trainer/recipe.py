@@ -1,28 +1,25 @@
-"""A class named in a run file, with its arguments checked: everything is known to fit before anything is built.
+"""A class named in a run file, with its arguments checked before anything is built.
 
-``{class_path: module.Class, init_args: {...}}`` becomes a ``Recipe``. Unknown keys are refused at any depth,
-and values are coerced and checked by the type hints of the class. jsonargparse reads signatures (also through
-``**kwargs``), checks types and instantiates; it is handed Python values and never reads text or environment.
+``{class_path: module.Class, init_args: {...}}`` becomes a ``Recipe``. Unknown keys are refused at any depth.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
-from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, NamedTuple
 
 from ..strategies.errors import ConfigError, PolicyfitError
+from . import hints
+from .hints import parameters
 from .strict_yaml import KeyPath
 
 Fault = Callable[[KeyPath, str], ConfigError]
 SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
-YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 class Slot(NamedTuple):
@@ -36,47 +33,50 @@ class Slot(NamedTuple):
     given: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+ANYTHING = Slot("an object", lambda found: True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A class or function and its checked arguments. ``values`` is what a resolved run file says."""
+    """A class or function and its checked arguments, which stand in the run at ``arguments``."""
 
     path: KeyPath
-    target: Callable[..., Any]
-    slot: Slot
-    values: dict[str, Any]
-    fault: Fault
     arguments: KeyPath
+    target: Callable[..., Any]
+    values: dict[str, Any]
     extra: Mapping[str, Any]
+    slot: Slot
+    fault: Fault
 
     def build(self, *given: Any) -> Any:
         """The object, and with it every object among its arguments.
 
         Raises:
-            ConfigError: A constructor failed, or gave something else than this place needs.
             PolicyfitError: A constructor refused; the type of the error is kept.
+            ConfigError: A constructor failed, or gave something else than this place needs.
         """
         try:
-            parser, parsed = _parse(self.target, self.values)
-            ready = parser.instantiate(parsed)
-            built = self.target(*given, **self.values | ready.as_dict(), **self.extra)
+            built = self.target(*given, **hints.instantiate(self.target, self.values), **self.extra)
         except PolicyfitError as error:
             raise type(error)(self._placed(str(error))) from error
         except Exception as error:
-            name = _name(self.target)
-            message = f"{dotted(self.path)}: building {name} failed: {type(error).__name__}: {error}"
-            raise self.fault(self.path, message) from error
+            cause = f"{type(error).__name__}: {error}"
+            raise self.fault(
+                self.path, f"{dotted(self.path)}: making {name_of(self.target)} failed: {cause}"
+            ) from error
         if not self.slot.accepts(type(built)):
-            message = (
-                f"{dotted(self.path)} must be {self.slot.kind}, but {_name(self.target)} gave {built!r}."
+            raise self.fault(
+                self.path,
+                f"{dotted(self.path)} must be {self.slot.kind}, but {name_of(self.target)} gave {built!r}.",
             )
-            raise self.fault(self.path, message)
         return built
 
     def _placed(self, message: str) -> str:
+        """The message with its place: that of the argument it begins with, or else of the class."""
         key = re.match(r"(?:\w+\.)*(\w+)", message)
-        path = self.arguments + ((key[1],) if key and key[1] in self.values else ())
-        named = message if message.startswith(dotted(self.path)) else f"{dotted(self.path)}: {message}"
-        return str(self.fault(path, named))
+        at = (*self.arguments, key[1]) if key and key[1] in self.values else self.path
+        known = self.path == self.arguments or message.startswith(dotted(self.path))
+        return str(self.fault(at, message if known else f"{dotted(self.path)}: {message}"))
 
 
 def read_recipe(
@@ -84,65 +84,65 @@ def read_recipe(
 ) -> Recipe:
     """The recipe that ``spec`` (a class path, or a mapping with ``class_path``) describes.
 
-    ``fill`` holds arguments for which the run need not say a value; those that the class takes are used.
+    ``fill`` holds arguments that the run need not give; those that the class takes are used.
 
     Raises:
-        ConfigError: The class does not exist or does not belong here, or an argument is unknown, missing or wrong.
+        ConfigError: The class does not exist or does not belong here, or an argument is unknown, missing or of
+            the wrong type.
     """
     spec = {"class_path": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping) or "class_path" not in spec:
-        raise fault(
-            path,
-            f"{dotted(path)} must name {slot.kind}, got {spec!r}.\n"
-            "Write {class_path: module.Class, init_args: {...}}.",
-        )
+        form = "Write {class_path: module.Class, init_args: {...}}."
+        raise fault(path, f"{dotted(path)} must name {slot.kind}, got {spec!r}.\n{form}")
     target = _import((*path, "class_path"), spec["class_path"], fault)
-    known = parameters(target)
+    known = list(parameters(target))[slot.given :]
     for key in spec:
         if key not in SPEC_KEYS:
             inside = f"\nArguments of the class go under {dotted(path)}.init_args." if key in known else ""
             raise unknown_key((*path, key), SPEC_KEYS, fault, inside)
     if isinstance(target, type) and not slot.accepts(target):
         raise fault(
-            (*path, "class_path"), f"{dotted(path)} must be {slot.kind}, but {_name(target)} is not one."
+            (*path, "class_path"), f"{dotted(path)} must be {slot.kind}, but {name_of(target)} is not one."
         )
-    init_args = spec.get("init_args")
+    arguments, extra = _mapping(path, "init_args", spec, fault), _mapping(path, "dict_kwargs", spec, fault)
     for name, value in (fill or {}).items():
-        if name in known and value is not None and isinstance(init_args or {}, Mapping):
-            init_args = {**(init_args or {}), name: (init_args or {}).get(name) or value}
-    return bind((*path, "init_args"), target, init_args, slot, fault, path, spec.get("dict_kwargs"))
+        if name in known and arguments.get(name) is None:
+            arguments[name] = value
+    return bind((*path, "init_args"), target, arguments, fault, path=path, slot=slot, extra=extra)
 
 
 def bind(
     arguments: KeyPath,
     target: Callable[..., Any],
-    values: Any,
-    slot: Slot,
+    values: Mapping[str, Any],
     fault: Fault,
+    *,
     path: KeyPath | None = None,
-    extra: Any = None,
+    slot: Slot = ANYTHING,
+    extra: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """A recipe for ``target`` itself, whose arguments stand at the path ``arguments``."""
-    checked = _check(arguments, target, values, fault, skip=slot.given)
-    return Recipe(arguments if path is None else path, target, slot, checked, fault, arguments, extra or {})
-
-
-@cache
-def parameters(target: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters that a class or function takes by name, also those it hands on through ``**kwargs``."""
-    from jsonargparse._parameter_resolvers import get_signature_parameters
-
-    return {p.name: p for p in get_signature_parameters(target, None, logger=False)}
+    """The recipe for ``target`` itself, whose arguments stand at the path ``arguments``."""
+    checked = _check(arguments, target, values, fault, given=slot.given)
+    where = arguments if path is None else path
+    return Recipe(
+        path=where,
+        arguments=arguments,
+        target=target,
+        values=checked,
+        extra=extra or {},
+        slot=slot,
+        fault=fault,
+    )
 
 
 def unknown_key(path: KeyPath, known: Iterable[str], fault: Fault, advice: str = "") -> ConfigError:
-    """The error for a key that does not exist, with the nearest that does."""
-    known = sorted(known)
+    """The error for a key that does not exist, with the nearest one that does."""
+    known = list(known)
     near = get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
     if not advice and near:
         advice = f" Did you mean {dotted((*path[:-1], near[0]))}?"
     elif not advice:
-        advice = f"\nValid here: {', '.join(known)}." if known else " Nothing can be set here."
+        advice = f"\nValid here: {', '.join(known)}." if known else "\nNothing can be set here."
     return fault(path, f"{dotted(path)} is not a valid key.{advice}")
 
 
@@ -151,176 +151,114 @@ def dotted(path: KeyPath) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
+def name_of(target: Any) -> str:
+    """Module and name of a class or function."""
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _mapping(path: KeyPath, key: str, spec: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
+    value = spec.get(key)
+    if not (value is None or isinstance(value, Mapping)):
+        raise fault((*path, key), f"{dotted((*path, key))} must map argument names to values, got {value!r}.")
+    return dict(value or {})
+
+
 def _check(
-    path: KeyPath, target: Any, values: Any, fault: Fault, skip: int = 0, partial: bool = False
+    path: KeyPath, target: Any, values: Mapping[str, Any], fault: Fault, given: int = 0, partial: bool = False
 ) -> dict[str, Any]:
-    """``values`` coerced to the types of ``target``; what is null and cannot be takes the default."""
-    if values is not None and not isinstance(values, Mapping):
-        raise fault(path, f"{dotted(path)} must be a mapping of argument names to values, got {values!r}.")
-    known = dict(list(parameters(target).items())[skip:])
+    """``values`` coerced to the types of ``target``, nested ones too. Null takes the default where it is no value.
+
+    ``given`` leading arguments come later; with ``partial`` others may, too.
+    """
+    known = dict(list(parameters(target).items())[given:])
     checked: dict[str, Any] = {}
-    for name, value in (values or {}).items():
+    for name, value in values.items():
         if name not in known:
             raise unknown_key((*path, name), known, fault)
-        kind = _annotation(known[name])
-        if value is None and known[name].default is not None and not {NoneType, Any} & set(_options(kind)):
-            if known[name].default is inspect.Parameter.empty:
-                raise fault(
-                    (*path, name), f"{dotted((*path, name))} is empty, but must be {_words(_options(kind))}."
-                )
-            continue
-        checked[name] = _value((*path, name), kind, value, fault)
+        if value is not None or known[name].takes_null:
+            checked[name] = _value((*path, name), known[name].options, value, fault)
     for name, parameter in known.items():
-        if not partial and name not in checked and parameter.default is inspect.Parameter.empty:
-            kind = _words(_options(_annotation(parameter)))
-            raise fault(path, f"{dotted((*path, name))} is missing: {_name(target)} needs it ({kind}).")
+        if parameter.required and name not in checked and not partial:
+            found = "is empty" if name in values else "is missing"
+            needed = f"{name_of(target)} needs it ({hints.words(parameter.options)})."
+            raise fault((*path, name), f"{dotted((*path, name))} {found}: {needed}")
     _check_types(path, target, checked, fault)
     return checked
 
 
-def _value(path: KeyPath, kind: Any, value: Any, fault: Fault) -> Any:
-    """One value, coerced where the type leaves no doubt, and everything inside it checked."""
-    options = _options(kind)
-    if isinstance(value, Mapping):
-        if "class_path" in value:
-            return _nested(path, options, value, fault)
-        for option in options:
-            if isinstance(option, type) and is_dataclass(option):
-                return _check(path, option, value, fault)
-        return {key: _value((*path, key), _item(options, 1), item, fault) for key, item in value.items()}
+def _value(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) -> Any:
     if isinstance(value, list):
-        return [_value((*path, i), _item(options, 0), item, fault) for i, item in enumerate(value)]
-    word = str(value).lower()
-    if bool in options and isinstance(value, str) and word in YES + NO:
-        return word in YES
-    if bool in options and word in ("0", "1") and not {int, float} & set(options):
-        return word == "1"
-    if int in options and float not in options and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+        inside = hints.item_options(options, 0)
+        return [_value((*path, i), inside, item, fault) for i, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return hints.coerce(value, options)
+    if "class_path" in value:
+        return _nested(path, options, value, fault)
+    for option in options:
+        if isinstance(option, type) and is_dataclass(option):
+            return _check(path, option, value, fault)
+    inside = hints.item_options(options, 1)
+    return {key: _value((*path, key), inside, item, fault) for key, item in value.items()}
 
 
 def _nested(path: KeyPath, options: tuple[Any, ...], spec: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
-    classes = [option for option in options if isinstance(option, type) and option is not NoneType]
-    everything = len(classes) < len([o for o in options if o is not NoneType])
-    partial = any(get_origin(option) is get_origin(Callable[..., Any]) for option in options)
-    kind = " or ".join(f"a {option.__name__}" for option in classes if option is not str) or "an object"
-
-    def accepts(target: type) -> bool:
-        return everything or any(getattr(c, "_is_protocol", False) or issubclass(target, c) for c in classes)
-
-    slot = Slot(kind, accepts)
-    if partial:
+    """The spec of an object that is an argument of another."""
+    if hints.takes_a_maker(options):
         target = _import((*path, "class_path"), spec["class_path"], fault)
-        checked = _check((*path, "init_args"), target, spec.get("init_args"), fault, partial=True)
-    else:
-        checked = read_recipe(path, spec, slot, fault).values
-    return {**spec, "init_args": checked}
+        return {
+            **spec,
+            "init_args": _check(
+                (*path, "init_args"), target, _mapping(path, "init_args", spec, fault), fault, partial=True
+            ),
+        }
+    classes = [option for option in options if isinstance(option, type) and option not in (NoneType, str)]
+    slot = ANYTHING
+    if (
+        classes
+        and not any(getattr(option, "_is_protocol", False) for option in classes)
+        and Any not in options
+    ):
+        slot = Slot(
+            " or ".join(f"a {option.__name__}" for option in classes), lambda c: issubclass(c, tuple(classes))
+        )
+    return {**spec, "init_args": read_recipe(path, spec, slot, fault).values}
 
 
 def _check_types(path: KeyPath, target: Any, values: Mapping[str, Any], fault: Fault) -> None:
     from jsonargparse import ArgumentError
 
     try:
-        _parse(target, values)
+        hints.check(target, values)
     except (ArgumentError, TypeError, ValueError) as error:
-        for name, value in values.items():
-            if len(values) > 1:
+        if len(values) > 1:
+            for name, value in values.items():
                 _check_types(path, target, {name: value}, fault)
-        name, value = next(iter(values.items()))
-        options = _options(_annotation(parameters(target)[name]))
-        choices = [
-            str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)
-        ]
-        near = get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        (name, value), *_ = values.items()
+        options = parameters(target)[name].options
+        near = get_close_matches(str(value), hints.choices(options), n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        if str in options and not isinstance(value, Mapping | list):
+        if str in options and isinstance(value, bool | int | float):
             hint = " Write it in quotes if you mean the text."
-        path = (*path, name)
-        raise fault(path, f"{dotted(path)} must be {_words(options)}, got {value!r}.{hint}") from error
-
-
-def _parse(target: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A jsonargparse parser for those arguments of ``target`` that it is to check, and what it made of them."""
-    from jsonargparse import ArgumentParser, set_loader
-
-    set_loader("words", str)  # text stays text: our reader has already decided what is a number
-    known = parameters(target)
-    typed = {
-        name: value for name, value in values.items() if not _stays_text(_annotation(known[name]), value)
-    }
-    parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode="words", add_help=False)
-    add = parser.add_class_arguments if isinstance(target, type) else parser.add_function_arguments
-    add(target, skip={name for name in known if name not in typed}, fail_untyped=False)
-    return parser, parser.parse_object(typed, env=False)
-
-
-def _stays_text(kind: Any, value: Any) -> bool:
-    options = _options(kind)
-    return isinstance(value, str) and (Any in options or str in options)
-
-
-def _annotation(parameter: Any) -> Any:
-    """The type hint; ``Any`` where there is none, or none that can be resolved."""
-    hint = parameter.annotation
-    return Any if hint is inspect.Parameter.empty or isinstance(hint, str) else hint
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
-    if get_origin(kind) in (Union, UnionType):
-        return tuple(option for member in get_args(kind) for option in _options(member))
-    return _options(get_args(kind)[0]) if get_origin(kind) is Annotated else (kind,)
-
-
-def _item(options: tuple[Any, ...], position: int) -> Any:
-    """The type of what a container holds: of items (0), or of a mapping's values (1)."""
-    for option in options:
-        arguments = get_args(option)
-        if (
-            get_origin(option) is not Literal
-            and isinstance(get_origin(option), type)
-            and len(arguments) > position
-        ):
-            return arguments[position]
-    return Any
-
-
-def _words(options: Iterable[Any]) -> str:
-    """Types as a person reads them: ``int or null``."""
-    words = []
-    for option in options:
-        if get_origin(option) is Literal:
-            words += [repr(choice) for choice in get_args(option)]
-        elif option is NoneType:
-            words.append("null")
-        else:
-            text = option.__name__ if isinstance(option, type) and not get_args(option) else str(option)
-            words.append(re.sub(r"\b\w+\.", "", text))
-    return " or ".join(words)
-
-
-def _name(target: Any) -> str:
-    return f"{target.__module__}.{target.__qualname__}"
+        at = (*path, name)
+        missing = re.search(r"arguments are required: (\w+)", str(error))
+        if missing:
+            raise fault(at, f"{dotted((*at, 'init_args', missing[1]))} is missing.") from error
+        raise fault(at, f"{dotted(at)} must be {hints.words(options)}, got {value!r}.{hint}") from error
 
 
 def _import(path: KeyPath, name: Any, fault: Fault) -> Any:
-    """What ``module.Class`` names.
-
-    Raises:
-        ConfigError: There is no such module or class, the import fails, or it is nothing that can be called.
-    """
+    """What ``module.Class`` names: a class or a function."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise fault(
-            path, f"{dotted(path)} must be written as module.Class, such as torch.optim.AdamW, got {name!r}."
+            path, f"{dotted(path)} must be written module.Class, as torch.optim.AdamW is, got {name!r}."
         )
     found, rest = _import_module(path, parts, fault)
     for part in rest:
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise fault(path, f"{dotted(path)}: {found.__name__} holds no {part!r}.{hint}")
+            raise fault(path, f"{dotted(path)}: {found.__name__} holds no {part}.{hint}")
         found = getattr(found, part)
     if not callable(found):
         raise fault(path, f"{dotted(path)}: {name} is neither a class nor a function, but {found!r}.")
@@ -332,14 +270,12 @@ def _import_module(path: KeyPath, parts: list[str], fault: Fault) -> tuple[Any, 
         module = ".".join(parts[:length])
         try:
             return importlib.import_module(module), parts[length:]
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise fault(path, f"{dotted(path)}: importing {module} failed: {error}.") from error
         except Exception as error:
-            raise fault(
-                path, f"{dotted(path)}: importing {module} failed: {type(error).__name__}: {error}"
-            ) from error
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{module}.".startswith(f"{missing}."):
+                cause = f"{type(error).__name__}: {error}"
+                raise fault(path, f"{dotted(path)}: importing {module} failed: {cause}") from error
     raise fault(
         path,
-        f"{dotted(path)}: there is no module {parts[0]!r}, neither installed nor beside the run file.",
+        f"{dotted(path)}: there is no module {parts[0]}, neither installed nor beside the run file.",
     )

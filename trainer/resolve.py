@@ -36,7 +36,7 @@ from ..strategies.scaler import GradScalerConfig
 
 T = TypeVar("T")
 
-_DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu", "xpu:0", "rocm", "hip")
+_DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "rocm", "hip")
 _DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu|rocm|hip)(?::(0|[1-9]\d*))?")
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps", "intel": "xpu"}
 
@@ -110,7 +110,8 @@ def _no_device(request: object) -> str:
         meant = _MEANT[word]
         makers = {"cuda": "NVIDIA's and AMD's", "mps": "Apple's", "xpu": "Intel's"}[meant]
         return f"{valid}, got {request!r}.\nUse device={meant!r} for {makers} GPUs, or device='auto'."
-    near = word if _DEVICE.fullmatch(word) else next(iter(get_close_matches(word, _DEVICES, n=1)), "auto")
+    kind = word.partition(":")[0]
+    near = word if _DEVICE.fullmatch(word) else next(iter(get_close_matches(kind, _DEVICES, n=1)), "auto")
     return f"{valid}, got {request!r}.\nUse device={near!r}."
 
 
@@ -183,7 +184,9 @@ _PRECISIONS = {
 }
 
 
-def resolve_distribution(request: str | DistributionStrategy, facts: MachineFacts) -> Choice[DistributionStrategy]:
+def resolve_distribution(
+    request: str | DistributionStrategy, facts: MachineFacts
+) -> Choice[DistributionStrategy]:
     """The distribution strategy for a request.
 
     Raises:
@@ -199,7 +202,11 @@ def resolve_distribution(request: str | DistributionStrategy, facts: MachineFact
         )
     world = int(dict(facts.environment).get("WORLD_SIZE") or 1)
     if request in ("ddp", "fsdp") or world > 1:
-        found = f"distributed={request!r} was requested" if request != "auto" else "a launcher started this process"
+        found = (
+            f"distributed={request!r} was requested"
+            if request != "auto"
+            else "a launcher started this process"
+        )
         raise DistributedError(
             f"{found} (WORLD_SIZE is {world}), but this release of policyfit runs one process.\n"
             "Start it as one process, without a launcher, with distributed='none'."

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def read_text(text: str, name: str) -> Document:
     import yaml
 
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        events: Iterable[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
+        for event in events:
             if getattr(event, "tag", None) is not None:
                 raise ConfigError(
                     f"{_mark(event, name)}: tags ({event.tag}) are not supported; leave it out."

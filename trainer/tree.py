@@ -301,12 +301,12 @@ class FileReader:
         try:
             packed = {"state": loads(metadata["state"]), "param_groups": self._packed(groups)}
             saved = unpack(packed, tensors)
-            if not all(isinstance(g, dict) for g in [*saved["state"].values(), *saved["param_groups"]]):
-                raise ValueError("it is no optimizer state")
-            return {
-                "state": {int(index): entry for index, entry in saved["state"].items()},
-                "param_groups": list(saved["param_groups"]),
-            }
+            entries, groups_ = saved["state"], saved["param_groups"]
+            if not isinstance(groups_, list) or not all(
+                isinstance(e, dict) for e in [*entries.values(), *groups_]
+            ):
+                raise ValueError("it is no state of an optimizer")
+            return {"state": {int(index): entry for index, entry in entries.items()}, "param_groups": groups_}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self.damaged(state, f"{error}, together with {groups}") from error
 

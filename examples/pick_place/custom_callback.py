@@ -24,4 +24,4 @@ class QuickRollout(Callback):
         report = trainer.evaluate(
             policy, PickPlace(num_envs=self.episodes), episodes=self.episodes, seed=PREVIEW_SEED
         )
-        print(f"step {trainer.step}: {report.successes} of {self.episodes} layouts solved")
+        trainer.event("quick_rollout", solved=report.successes, played=report.episodes)

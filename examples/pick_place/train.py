@@ -39,7 +39,6 @@ def main() -> None:
     torch.manual_seed(0)
     policy = PickPlacePolicy()
     policy.steps = arguments.steps
-    policy.set_statistics(Demonstrations().stats)
 
     trainer = Trainer(
         device="auto",

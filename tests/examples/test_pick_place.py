@@ -23,6 +23,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="needs the examples extra: pi
 
 import lerobot_format
 import pick_place_data
+from custom_callback import QuickRollout
 from pick_place_data import Demonstrations
 from pick_place_env import EVALUATION_SEED, FirstEpisodeOnly, PickPlace, PickPlaceEnv
 from pick_place_policy import ActPolicy
@@ -416,3 +417,8 @@ def test_actions_are_replanned_every_8_steps_and_after_a_reset(
 def test_an_execute_beyond_the_chunk_is_refused() -> None:
     with pytest.raises(ConfigError, match="got execute=9 with chunk=8"):
         ActPolicy(chunk=8, execute=9)
+
+
+def test_the_custom_callback_is_due_every_so_many_steps_and_not_before_the_first() -> None:
+    callback = QuickRollout(every=250)
+    assert [step for step in range(0, 1001, 50) if callback.due(step)] == [250, 500, 750, 1000]

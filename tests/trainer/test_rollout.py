@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import Tensor, nn
+
 from policyfit.strategies.errors import ConfigError, PolicyfitError
 from policyfit.trainer.rollout import RolloutReport, acting, rollout, wilson
-from torch import Tensor, nn
 
 Report = Callable[[int, int], dict[str, Any]]
 
@@ -283,11 +284,9 @@ def test_env_whose_actions_are_not_one_array_is_refused() -> None:
 def test_non_finite_action_ends_the_rollout_with_step_and_episode(bad: float) -> None:
     def act(observation: Tensor) -> Tensor:
         actions = torch.zeros(2, 3)
-        actions[observation == torch.tensor([13.0, 1.0])] = bad  # seed 13 after its first step
-        actions[(observation == torch.tensor([13.0, 1.0])).all(1), 1] = bad
-        actions[:, 0] = 0.0
-        actions[:, 2] = 0.0
-        actions[(observation != torch.tensor([13.0, 1.0])).any(1)] = 0.0
+        actions[(observation == torch.tensor([13.0, 1.0])).all(dim=1), 1] = (
+            bad  # seed 13 after its first step
+        )
         return actions
 
     calls: Counter[str] = Counter()
@@ -302,7 +301,8 @@ def test_non_finite_action_for_an_episode_that_is_over_does_not_matter() -> None
 
     env = vector(Counter(), 2, mode=AutoresetMode.SAME_STEP)  # seed 12: 2 steps, 13: 3 steps
     assert run(Policy(), env, episodes=2, seed=12, act=act).lengths == [2, 3]
-    assert all(np.isfinite(action).all() for toy in env.envs for action in toy.actions)
+    toys: list[Any] = list(env.envs)
+    assert all(np.isfinite(action).all() for toy in toys for action in toy.actions)
 
 
 def test_observations_are_float32_tensors_of_their_own_moved_to_the_device() -> None:
@@ -385,10 +385,9 @@ def test_report_is_json_and_reads_well() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_acting_gives_every_module_its_own_mode_back(fails: bool) -> None:
-    policy = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
-    policy.train()
-    policy[1].eval()  # a frozen backbone
-    policy[1][1].training = True  # with one part in training
+    backbone = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).eval()  # frozen ...
+    backbone[1].training = True  # ... but for one part
+    policy = nn.Sequential(nn.Dropout(), backbone)
     before = {name: module.training for name, module in policy.named_modules()}
     try:
         with acting(policy):

@@ -1,0 +1,72 @@
+"""Small policies and data for the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Batch(NamedTuple):
+    """x (batch, 6), y (batch, 3), and a factor on the loss: 1.0, or inf to poison the gradients."""
+
+    x: Tensor
+    y: Tensor
+    factor: Tensor
+
+
+def batches(n: int, *, poisoned: Sequence[int] = (), size: int = 8, seed: int = 1) -> list[Batch]:
+    """``n`` finished micro-batches; those whose number is in ``poisoned`` have an infinite loss."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Batch(
+            torch.randn(size, 6, generator=generator),
+            torch.randn(size, 3, generator=generator),
+            torch.tensor(float("inf") if i in poisoned else 1.0),
+        )
+        for i in range(n)
+    ]
+
+
+class InMemory:
+    """A loader of another library: can be read again and again, yields finished batches, in this order."""
+
+    def __init__(self, held: Sequence[Any]) -> None:
+        self.held = list(held)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+class MLP(nn.Module):
+    """Plain dialect, with dropout so that random streams matter."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch.x), batch.y) * batch.factor
+
+
+def mlp(seed: int = 0, dropout: float = 0.0) -> MLP:
+    """The same weights for the same seed."""
+    torch.manual_seed(seed)
+    return MLP(dropout)
+
+
+def weights(policy: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state dict."""
+    return {name: value.detach().clone() for name, value in policy.state_dict().items()}
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Bit for bit, names included."""
+    assert list(a) == list(b)
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"{different} differ"

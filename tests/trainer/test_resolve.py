@@ -1,0 +1,217 @@
+"""From a request and a machine to a device and a precision."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from policyfit.strategies.device import CPUDevice, CUDADevice, MPSDevice, XPUDevice
+from policyfit.strategies.errors import ConfigError, DeviceUnavailableError
+from policyfit.strategies.facts import GPU, MachineFacts
+from policyfit.trainer.resolve import choose_precision, resolve_device
+
+T4 = GPU(name="Tesla T4", capability=(7, 5))
+H200 = GPU(name="NVIDIA H200", capability=(9, 0), memory_bytes=150_121_545_728)
+MI300 = GPU(name="MI300X", arch="gfx942")
+RADEON_VII = GPU(name="Radeon VII", arch="gfx906")
+ARC = GPU(name="Arc A770", has_fp64=False, bf16=True, tf32=True)
+
+LAPTOP = MachineFacts(torch_version="2.13.0+cpu", cpu_count=8)
+NVIDIA = MachineFacts(build="cuda", cuda=(H200, H200), nvidia_gpu_present=True)
+AMD = MachineFacts(build="rocm", cuda=(MI300, MI300), amd_gpu_present=True)
+INTEL = MachineFacts(build="xpu", xpu=(ARC, ARC))
+MAC = MachineFacts(build="mps", mps=True, macos=(15, 1))
+
+
+def rank(number: int) -> tuple[tuple[str, str], ...]:
+    return (("WORLD_SIZE", "2"), ("RANK", str(number)), ("LOCAL_RANK", str(number)))
+
+
+@pytest.mark.parametrize(
+    ("request_", "facts", "kind", "name"),
+    [
+        ("auto", NVIDIA, CUDADevice, "cuda:0"),
+        ("auto", AMD, CUDADevice, "cuda:0"),
+        ("auto", MAC, MPSDevice, "mps"),
+        ("auto", INTEL, XPUDevice, "xpu:0"),
+        ("auto", LAPTOP, CPUDevice, "cpu"),
+        ("cpu", NVIDIA, CPUDevice, "cpu"),
+        ("cuda", NVIDIA, CUDADevice, "cuda:0"),
+        ("cuda:1", NVIDIA, CUDADevice, "cuda:1"),
+        ("cuda", AMD, CUDADevice, "cuda:0"),
+        ("rocm", AMD, CUDADevice, "cuda:0"),
+        ("hip:1", AMD, CUDADevice, "cuda:1"),
+        ("mps", MAC, MPSDevice, "mps"),
+        ("xpu", INTEL, XPUDevice, "xpu:0"),
+        ("xpu:1", INTEL, XPUDevice, "xpu:1"),
+    ],
+)
+def test_device_of_a_request(request_: str, facts: MachineFacts, kind: type, name: str) -> None:
+    choice = resolve_device(request_, facts)
+    assert type(choice.value) is kind
+    assert (choice.asked, choice.chosen, choice.value.name) == (request_, name, name)
+    assert choice.value.device == torch.device(name)
+
+
+@pytest.mark.parametrize("request_", ["auto", "cuda"])
+def test_device_without_an_index_is_that_of_the_local_rank(request_: str) -> None:
+    facts = MachineFacts(build="cuda", cuda=(H200, H200), environment=rank(1))
+    choice = resolve_device(request_, facts)
+    assert choice.chosen == "cuda:1"
+    assert choice.reason.endswith("LOCAL_RANK is 1")
+    assert resolve_device("cuda:0", facts).chosen == "cuda:0"
+
+
+def test_local_rank_of_a_run_of_one_process_is_ignored() -> None:
+    facts = MachineFacts(build="cuda", cuda=(H200, H200), environment=(("LOCAL_RANK", "1"),))
+    assert resolve_device("auto", facts).chosen == "cuda:0"
+
+
+def test_local_rank_that_is_no_number_is_an_error() -> None:
+    facts = MachineFacts(
+        build="cuda", cuda=(H200,), environment=(("WORLD_SIZE", "2"), ("LOCAL_RANK", "first"))
+    )
+    with pytest.raises(ConfigError, match="LOCAL_RANK must be a whole number, got 'first'"):
+        resolve_device("auto", facts)
+
+
+def test_auto_does_not_put_one_rank_of_several_on_the_cpu() -> None:
+    facts = MachineFacts(build="cuda", cuda=(H200,), environment=rank(1))
+    with pytest.raises(
+        DeviceUnavailableError, match=r"device='auto' .* LOCAL_RANK is 1 and torch sees 1 device "
+    ):
+        resolve_device("auto", facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (NVIDIA, "cuda:0 (NVIDIA H200, 139.8 GiB); cuda comes first where there is a GPU that torch can use"),
+        (LAPTOP, "cpu (8 cores); this PyTorch (2.13.0+cpu) was built without CUDA and ROCm"),
+        (
+            MachineFacts(build="cuda", torch_version="2.9.0+cu128", amd_gpu_present=True),
+            "cpu (1 core); the GPU here is an AMD one and this PyTorch (2.9.0+cu128) is a CUDA build, "
+            "which cannot use it",
+        ),
+        (
+            MachineFacts(build="mps", fault="placeholder shader failed"),
+            "cpu (1 core); torch cannot use the GPU (torch says: placeholder shader failed)",
+        ),
+        (
+            MachineFacts(build="xpu", torch_version="2.9.0+xpu", nvidia_gpu_present=True),
+            "cpu (1 core); no Intel GPU was found; this PyTorch (2.9.0+xpu) was built without CUDA and ROCm, "
+            "although an NVIDIA GPU is present",
+        ),
+    ],
+)
+def test_auto_says_why(facts: MachineFacts, reason: str) -> None:
+    assert resolve_device("auto", facts).reason == reason
+
+
+def test_auto_prefers_cuda_then_mps_then_xpu() -> None:
+    everything = MachineFacts(build="cuda", cuda=(H200,), mps=True, xpu=(ARC,))
+    assert resolve_device("auto", everything).chosen == "cuda:0"
+    assert resolve_device("auto", MachineFacts(build="mps", mps=True, xpu=(ARC,))).chosen == "mps"
+
+
+@pytest.mark.parametrize("request_", ["cuda", "cuda:0", "mps", "xpu", "rocm", "hip"])
+def test_named_device_that_is_missing_is_refused_as_it_was_asked(request_: str) -> None:
+    with pytest.raises(DeviceUnavailableError, match=f"device='{request_}' was requested, but ") as refused:
+        resolve_device(request_, LAPTOP)
+    assert "device='auto', which takes 'cpu' here" in str(refused.value)
+
+
+def test_rocm_is_refused_on_a_cuda_build() -> None:
+    with pytest.raises(DeviceUnavailableError, match="rocm is cuda on a ROCm build of PyTorch") as refused:
+        resolve_device("rocm", NVIDIA)
+    assert "install a ROCm build" in str(refused.value)
+    assert "device='auto', which takes 'cuda:0' here" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "meant"),
+    [
+        ("gpu", "cuda"),
+        ("GPU", "cuda"),
+        ("nvidia", "cuda"),
+        ("amd", "cuda"),
+        ("metal", "mps"),
+        ("intel", "xpu"),
+        ("CUDA", "cuda"),
+        ("Cuda:1", "cuda:1"),
+        ("cdua", "cuda"),
+        ("mps:0", "mps"),
+        ("cpu:0", "cpu"),
+        ("cuda:01", "cuda"),
+        ("cuda:-1", "cuda"),
+        ("xpu0", "xpu"),
+        ("", "auto"),
+        (None, "auto"),
+        (0, "auto"),
+        (torch.device("cuda:0"), "auto"),
+    ],
+)
+def test_word_that_is_no_device_is_an_error_with_the_nearest_one(request_: Any, meant: str) -> None:
+    with pytest.raises(ConfigError, match="device must be auto, cpu, cuda") as refused:
+        resolve_device(request_, NVIDIA)
+    (suggested, *_) = re.findall(r"[Uu]se (?:a string such as )?device='([a-z0-9:]+)'", str(refused.value))
+    assert suggested == meant
+    everything = MachineFacts(build="cuda", cuda=(H200, H200), mps=True, xpu=(ARC,))
+    resolve_device(suggested, everything)
+
+
+def test_device_instance_is_accepted_and_checked() -> None:
+    device = CUDADevice(1)
+    choice = resolve_device(device, NVIDIA)
+    assert choice.value is device
+    assert (choice.asked, choice.chosen) == ("cuda:1", "cuda:1")
+    with pytest.raises(DeviceUnavailableError, match="device='cuda:1' was requested"):
+        resolve_device(device, LAPTOP)
+
+
+def apple(macos: tuple[int, int], version: str) -> MachineFacts:
+    return MachineFacts(build="mps", mps=True, macos=macos, torch_version=version)
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "precision", "reason"),
+    [
+        ("cuda:0", NVIDIA, "bf16", "cuda:0 (NVIDIA H200, compute capability 9.0) computes bfloat16"),
+        (
+            "cuda:0",
+            MachineFacts(build="cuda", cuda=(T4,)),
+            "fp16",
+            "cuda:0 (Tesla T4, compute capability 7.5) only emulates bfloat16, "
+            "and cuda:0 (Tesla T4, compute capability 7.5) computes float16",
+        ),
+        ("cuda:0", AMD, "bf16", "computes bfloat16"),
+        ("cuda:0", MachineFacts(build="rocm", cuda=(RADEON_VII,)), "fp16", "only emulates bfloat16"),
+        ("xpu:0", INTEL, "bf16", "computes bfloat16"),
+        (
+            "xpu:0",
+            MachineFacts(build="xpu", xpu=(GPU(name="Old", has_fp64=False, bf16=False),)),
+            "no",
+            "has no float64",
+        ),
+        ("mps", apple((15, 1), "2.7.1"), "bf16", "mps computes bfloat16"),
+        ("mps", apple((13, 6), "2.8.0"), "fp16", "macOS 13.6, and mps computes float16"),
+        ("mps", apple((13, 6), "2.7.1"), "no", "mps trains in float16 from torch 2.8 on"),
+        ("cpu", MachineFacts(cpu_bf16=True), "bf16", "cpu computes bfloat16"),
+        (
+            "cpu",
+            MachineFacts(cpu_fp16=True),
+            "no",
+            "cpu only emulates bfloat16, and fp16 is for accelerators",
+        ),
+        ("cpu", LAPTOP, "no", "fp16 is for accelerators"),
+    ],
+)
+def test_automatic_precision_is_the_best_native_one(
+    device: str, facts: MachineFacts, precision: str, reason: str
+) -> None:
+    chosen, why = choose_precision(torch.device(device), facts)
+    assert chosen == precision
+    assert reason in why
