@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -167,12 +168,12 @@ class _StreamingDevice(DeviceStrategy):
         """
         side = self._torch.Stream(self.device)
         copies = self._copies(items, side)
-        ahead = _take_one(copies)
+        ahead = list(islice(copies, 1))  # or nothing, at the end
         while ahead:
             consumer = self._torch.current_stream(self.device)
             consumer.wait_stream(side)
             ready: T = map_tensors(ahead.pop(), _marked_as_used_on(consumer))
-            ahead = _take_one(copies)
+            ahead = list(islice(copies, 1))
             yield ready
 
     def _copies(self, items: Iterable[T], side: Any) -> Iterator[T]:
@@ -236,10 +237,7 @@ class XPUDevice(_StreamingDevice):
 
 
 class MPSDevice(DeviceStrategy):
-    """The GPU of an Apple computer. Copies to it are always waited for: others can carry wrong values.
-
-    Source: pytorch/pytorch#139550, #189690.
-    """
+    """The GPU of an Apple computer. Copies to it are waited for (Source: pytorch/pytorch#139550, #189690)."""
 
     has_float64 = False
 
@@ -292,13 +290,6 @@ def unavailable(asked: str, obstacle: Obstacle, facts: MachineFacts) -> DeviceUn
     return DeviceUnavailableError(
         f"device={asked!r} was requested, but {obstacle.cause}.\n{obstacle.remedy}{way_out}"
     )
-
-
-def _take_one(items: Iterator[T]) -> list[T]:
-    """The next item in a list, or an empty list at the end: an item may be anything, ``None`` too."""
-    for item in items:
-        return [item]
-    return []
 
 
 def _marked_as_used_on(stream: Any) -> Callable[[Tensor, str], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ torch.set_num_threads(1)  # the nets here are too small to share
 
 
 @pytest.fixture(autouse=True)
-def process_is_left_as_found(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)  # runs without a run_dir land here
+def process_is_left_as_found(tmp_path: os.PathLike[str]) -> Iterator[None]:
+    here = Path.cwd()
+    os.chdir(tmp_path)  # runs without a run_dir land here
     environment = dict(os.environ)
     before = (
         torch.get_default_dtype(),
@@ -22,6 +24,7 @@ def process_is_left_as_found(tmp_path: os.PathLike[str], monkeypatch: pytest.Mon
         torch.get_num_threads(),
     )
     yield
+    os.chdir(here)
     after = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),

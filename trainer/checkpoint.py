@@ -79,7 +79,7 @@ def write_checkpoint(folder: Path, state: CheckpointState) -> Path:
         CheckpointError: A weight or buffer is not finite, a state holds what a file cannot, or the disk
             refused; whatever was there before is untouched.
     """
-    _refuse_non_finite(state.model)
+    _check_weights(state.model)
     with writing(str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
@@ -89,9 +89,8 @@ def write_checkpoint(folder: Path, state: CheckpointState) -> Path:
         with writing(str(folder)):
             _publish(temporary, folder)
     except BaseException:
-        shutil.rmtree(
-            temporary, ignore_errors=True
-        )  # the error counts; what is left is swept at the next save
+        # The error is what counts; the next save sweeps what cannot be removed now.
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder
 
@@ -133,15 +132,13 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
 def point_last_at(checkpoint: Path) -> None:
     """Make ``last``, beside ``checkpoint``, a relative link to it; it leads somewhere at every moment."""
     last = checkpoint.parent / "last"
-    link = checkpoint.parent / f".last.{secrets.token_hex(4)}"
+    link = checkpoint.parent / ".last.new"
     with writing(str(last)):
         if _is_checkpoint(last):  # a copy of the run by a tool that follows links
             _remove(last)
+        link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.name)
-        try:
-            link.replace(last)
-        finally:
-            link.unlink(missing_ok=True)
+        link.replace(last)
         sync_folder(checkpoint.parent)
 
 
@@ -181,7 +178,7 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> P
         raise CheckpointError(
             f"There is no checkpoint at {path}: no such folder.\nGive a run folder or a checkpoint."
         )
-    elif (path / _MANIFEST).exists() or _STEP_NAME.fullmatch(path.name):
+    elif checkpoints == path and ((path / _MANIFEST).exists() or _STEP_NAME.fullmatch(path.name)):
         _verified_step(path)
         return path
     found = [*([wanted] if wanted else []), *reversed(_by_step(checkpoints))]
@@ -193,7 +190,8 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> P
             reasons.append(str(error).splitlines()[0])
             warn(f"{reasons[-1]} The newest whole checkpoint is used instead.")
         else:
-            _tell_of_older_last(checkpoints, folder, step, warn)
+            if wanted is None:
+                _tell_of_older_last(checkpoints, folder, step, warn)
             return folder
     raise CheckpointError("\n".join([f"There is no whole checkpoint in {checkpoints}.", *reasons]))
 
@@ -252,7 +250,13 @@ def _optimizer_files(index: int) -> tuple[str, str]:
     )
 
 
-def _refuse_non_finite(model: dict[str, Tensor]) -> None:
+def _check_weights(model: dict[str, Tensor]) -> None:
+    for name, value in model.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"The policy's state_dict has {name}, a {type(value).__name__}; model.safetensors holds tensors.\n"
+                "Return a tensor from get_extra_state, or keep the value in a buffer."
+            )
     bad = [name for name, tensor in model.items() if not _is_finite(tensor)]
     if bad:
         shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
@@ -303,7 +307,7 @@ def _has_shape(manifest: dict[str, Any]) -> bool:
         manifest["format_version"] == FORMAT_VERSION
         and _are_counters(manifest.get("counters"))
         and isinstance(files, dict)
-        and all(_FILE_NAME.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
+        and all(_FILE_NAME.fullmatch(str(name)) and isinstance(entry, dict) for name, entry in files.items())
         and isinstance(layouts, dict)
         and all(isinstance(entry, dict) for entry in layouts.values())
     )
@@ -368,7 +372,7 @@ def _verified_step(folder: Path) -> int:
 def _tell_of_older_last(checkpoints: Path, chosen: Path, step: int, warn: Callable[[str], None]) -> None:
     last = checkpoints / "last"
     if last.is_symlink() and (other := checkpoints / last.readlink()) != chosen:
-        with suppress(CheckpointError):  # a damaged one was reported, or is older and not needed
+        with suppress(CheckpointError):  # a damaged one that is older is not needed
             if _read_manifest(other)["counters"]["step"] < step:
                 warn(f"{chosen.name} is used, but 'last' leads to {other.name}. Give {last} for that one.")
 
@@ -383,6 +387,8 @@ def _sibling(folder: Path, purpose: str) -> Path:
 
 def _publish(temporary: Path, folder: Path) -> None:
     if not _is_checkpoint(folder):
+        if _STEP_NAME.fullmatch(folder.name) and folder.is_dir():
+            folder.rename(f"{folder}.damaged-{secrets.token_hex(4)}")  # a step's, without its manifest
         temporary.rename(folder)  # refused by the system where something else is
         sync_folder(folder.parent)
         return

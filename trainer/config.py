@@ -12,8 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..strategies.errors import ConfigError
 from . import strict_yaml
 from .hints import parameters
-from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, read_recipe, unknown_key
+from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, nearest, read_recipe, unknown_key
 from .strict_yaml import KeyPath, Mark
 
 SECTIONS = ("policy", "data", "trainer", "optimizer", "schedule", "eval")
+ACTING = ("device", "precision", "tf32", "deterministic", "seed")
 SHORT = {name: f"trainer.{name}" for name in ("device", "precision", "tf32")}
 
 
 @dataclass(kw_only=True)
 class _Evaluation:
-    env: Any
+    env: Any = None
     episodes: int = 50
     seed: int = 10_000
 
@@ -110,6 +110,11 @@ class Run:
         """What makes the optimizer from parameters, or the schedule from an optimizer."""
         return self.recipes[(path,)].build if (path,) in self.recipes else None
 
+    @property
+    def evaluation(self) -> dict[str, int]:
+        """How many episodes, and from which seed on."""
+        return {key: self.config.values["eval"][key] for key in ("episodes", "seed")}
+
 
 def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] = ()) -> RunConfig:
     """Lay the files over one another, and the ``(dotted key, text)`` pairs of the command line over all.
@@ -146,10 +151,7 @@ def resolve(config: RunConfig, trainer_class: type | None = None) -> Run:
         ConfigError: A class does not exist or does not belong where it stands; an argument is unknown, missing
             or of the wrong type; or a launcher's environment asks for another precision.
     """
-    if trainer_class is None:
-        from .trainer import Trainer
-
-        trainer_class = Trainer
+    trainer_class = trainer_class or _trainer()
     values = _sections(config, trainer_class)
     trainer = bind(("trainer",), trainer_class, values["trainer"], config.fault)
     values["trainer"] = _defaults(trainer_class) | trainer.values
@@ -167,7 +169,7 @@ def resolve(config: RunConfig, trainer_class: type | None = None) -> Run:
     if ("policy",) not in recipes:
         raise ConfigError("The section policy is missing: a run needs policy: {class_path: module.Class}.")
     if values["eval"]:
-        values["eval"] = bind(("eval",), _Evaluation, values["eval"], config.fault).values
+        values["eval"] = _evaluation(config, values["eval"])
     resolved = RunConfig(
         {key: value for key, value in values.items() if value not in (None, {})}, config.marks
     )
@@ -187,15 +189,18 @@ def build_policy(config: RunConfig) -> nn.Module:
         return policy
 
 
-def build_environment(config: RunConfig) -> Any:
-    """The environment of a run's ``eval`` section, or what makes it when called.
+def resolve_evaluation(config: RunConfig, trainer_class: type | None = None) -> Run:
+    """What an evaluation needs of a run: its environment, and a trainer as far as that concerns acting.
 
     Raises:
-        ConfigError: The run names no environment, or it cannot be built.
+        ConfigError: The run names no environment, or a setting is not what it must be.
     """
-    spec = (config.values.get("eval") or {}).get("env")
-    with config.importable():
-        return read_recipe(("eval", "env"), spec, ENVIRONMENT, config.fault).build()
+    values = _sections(config, trainer_class or _trainer())
+    settings = {name: values["trainer"][name] for name in ACTING if name in values["trainer"]}
+    trainer = bind(("trainer",), trainer_class or _trainer(), settings, config.fault)
+    values["eval"] = _evaluation(config, values["eval"])
+    env = read_recipe(("eval", "env"), values["eval"]["env"], ENVIRONMENT, config.fault)
+    return Run(RunConfig(values, config.marks), trainer, {("eval", "env"): env})
 
 
 def dump(values: Mapping[str, Any]) -> str:
@@ -255,8 +260,9 @@ def _sections(config: RunConfig, trainer_class: type) -> dict[str, Any]:
             )
     for key in values:
         if key not in (*SECTIONS, "code"):
-            inside = get_close_matches(str(key), parameters(trainer_class), n=1, cutoff=0.8)
-            advice = f" Did you mean trainer.{inside[0]}?" if inside else ""
+            places = {name: f"trainer.{name}" for name in parameters(trainer_class)} | {s: s for s in SECTIONS}
+            near = nearest(str(key), places)
+            advice = f" Did you mean {places[near]}?" if near else ""
             raise unknown_key((key,), SECTIONS, config.fault, advice)
     for key in values["data"]:
         if key not in ("train", "val"):
@@ -264,6 +270,20 @@ def _sections(config: RunConfig, trainer_class: type) -> dict[str, Any]:
     if str(values["trainer"].get("precision", "no")).lower() in ("no", "none", "off", "false"):
         values["trainer"]["precision"] = "no"
     return values
+
+
+def _trainer() -> type:
+    from .trainer import Trainer
+
+    return Trainer
+
+
+def _evaluation(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``eval``, checked, with the defaults of what it leaves out."""
+    section = asdict(_Evaluation(**bind(("eval",), _Evaluation, values, config.fault).values))
+    if section["env"] is None:
+        raise config.fault(("eval",), "eval.env is missing: it names the environment that the policy acts in.")
+    return section
 
 
 def _defaults(trainer_class: type) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _from_loader(
     if draws is None:
         kept = KeptDraws(loader, reading.seed)
         reading.notes.append(
-            f"The DataLoader keeps its {kept.name}; its batches are made in policyfit's workers."
+            f"The DataLoader keeps its {kept.name}; its samples are made in random streams from the run's seed."
         )
         return KeptData(loader.dataset, kept, loader.collate_fn, settings, reading)
     reading.notes.append(

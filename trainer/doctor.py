@@ -113,9 +113,10 @@ def _warnings(facts: MachineFacts) -> list[str]:
     obstacle = cuda_obstacle(0, facts)
     if obstacle is not None and present_vendors(facts):
         found.append(f"{obstacle.cause}. {obstacle.remedy}")
-    masks = [name for name in MASKS["rocm"] if facts.variable(name) is not None]
-    if facts.build == "rocm" and masks not in ([], ["HIP_VISIBLE_DEVICES"]):
-        found.append(f"{' and '.join(masks)} hide GPUs. On ROCm set HIP_VISIBLE_DEVICES alone: they add up.")
+    others = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    masks = [name for name in others if facts.variable(name) is not None]
+    if facts.build == "rocm" and masks:
+        found.append(f"On ROCm set HIP_VISIBLE_DEVICES alone: {' and '.join(masks)} and it add up.")
     if facts.fault and not found:
         found.append(f"torch says: {facts.fault}")
     return found

@@ -269,9 +269,11 @@ def _letting_go(source: Any) -> Iterator[None]:
 
 def _refuse_accelerator_tensors_in_forks(dataset: Any, settings: Mapping[str, Any]) -> None:
     """An accelerator's runtime does not survive a fork, and its own messages say little about datasets."""
+    if settings["num_workers"] == 0:
+        return
     context = settings["multiprocessing_context"]
     method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
-    if settings["num_workers"] == 0 or method != "fork":
+    if method != "fork":
         return
     for name, value in getattr(dataset, "__dict__", {}).items():
         for item in value if isinstance(value, tuple) else (value,):

@@ -138,12 +138,19 @@ def bind(
 def unknown_key(path: KeyPath, known: Iterable[str], fault: Fault, advice: str = "") -> ConfigError:
     """The error for a key that does not exist, with the nearest one that does."""
     known = list(known)
-    near = get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+    near = nearest(str(path[-1]), known)
     if not advice and near:
-        advice = f" Did you mean {dotted((*path[:-1], near[0]))}?"
+        advice = f" Did you mean {dotted((*path[:-1], near))}?"
     elif not advice:
         advice = f"\nValid here: {', '.join(known)}." if known else "\nNothing can be set here."
     return fault(path, f"{dotted(path)} is not a valid key.{advice}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """What was probably meant: a name that begins so, or one that is spelled much like it."""
+    known = list(known)
+    begins = [name for name in known if word and name.startswith(word)]
+    return next(iter(begins or get_close_matches(word, known, n=1, cutoff=0.5)), None)
 
 
 def dotted(path: KeyPath) -> str:
@@ -235,8 +242,8 @@ def _check_types(path: KeyPath, target: Any, values: Mapping[str, Any], fault: F
                 _check_types(path, target, {name: value}, fault)
         (name, value), *_ = values.items()
         options = parameters(target)[name].options
-        near = get_close_matches(str(value), hints.choices(options), n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest(str(value), hints.choices(options))
+        hint = f" Did you mean {near!r}?" if near else ""
         if str in options and isinstance(value, bool | int | float):
             hint = " Write it in quotes if you mean the text."
         at = (*path, name)
@@ -256,8 +263,8 @@ def _import(path: KeyPath, name: Any, fault: Fault) -> Any:
     found, rest = _import_module(path, parts, fault)
     for part in rest:
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            near = nearest(part, dir(found))
+            hint = f" Did you mean {near}?" if near else ""
             raise fault(path, f"{dotted(path)}: {found.__name__} holds no {part}.{hint}")
         found = getattr(found, part)
     if not callable(found):

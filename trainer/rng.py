@@ -75,8 +75,8 @@ def restore(state: dict[str, Tensor], device: DeviceStrategy) -> None:
     Raises:
         CheckpointError: A stream is missing in ``state`` (nothing was changed) or is not a state of it.
     """
-    key = _device_key(device) if device.rng_state() is not None else None
-    missing = [name for name in (*_HOST_KEYS, *([key] if key else [])) if name not in state]
+    on_device = [_device_key(device)] if device.rng_state() is not None else []
+    missing = [name for name in (*_HOST_KEYS, *on_device) if name not in state]
     if missing:
         raise CheckpointError(
             f"The random state has no {', '.join(missing)}, so the run would not go on as it was.\n"
@@ -86,20 +86,20 @@ def restore(state: dict[str, Tensor], device: DeviceStrategy) -> None:
         pending = state["py_rng_cached_gaussian"].item() if state["py_rng_has_gauss"].item() else None
         words = tuple(state["py_rng_state"].tolist())
         random.setstate((int(state["py_rng_version"].item()), words, pending))
+        key, position = state["np_rng_state_values"].numpy(), int(state["np_rng_state_index"].item())
+        if key.shape != (624,) or not 0 <= position <= 624:  # numpy would read beyond the end
+            raise ValueError("numpy's has not the shape of an MT19937")
         np.random.set_state(
             {
                 "bit_generator": "MT19937",
-                "state": {
-                    "key": state["np_rng_state_values"].numpy().astype(np.uint32),
-                    "pos": int(state["np_rng_state_index"].item()),
-                },
+                "state": {"key": key.astype(np.uint32), "pos": position},
                 "has_gauss": int(state["np_rng_has_gauss"].item()),
                 "gauss": state["np_rng_cached_gaussian"].item(),
             }
         )
         torch.set_rng_state(state["torch_rng_state"])
-        if key:
-            device.set_rng_state(state[key])
+        for name in on_device:
+            device.set_rng_state(state[name])
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"The random state cannot be restored: {error}.\nResume from another checkpoint."

@@ -252,9 +252,7 @@ class KeyedSamples:
         self._seed_for(draw, position, index)
         try:
             return self._dataset[index]
-        except (
-            Exception
-        ) as error:  # an IndexError or StopIteration could end the epoch in silence
+        except Exception as error:  # an IndexError or StopIteration could end the epoch in silence
             raise self._failure(f"Sample {index}", draw, error) from error
 
     def _samples(self, draw: Draw) -> Any:

@@ -41,6 +41,7 @@ TWO_MEANINGS = (
     ),
 )
 LONGEST_NUMBER = 300  # characters; int() of a much longer one is slow and then refused by Python
+DEEPEST = 100  # levels; the readers recurse
 LARGEST_DOCUMENT = 100_000  # values; aliases of aliases grow exponentially
 
 
@@ -94,7 +95,11 @@ def read_text(text: str, name: str) -> Document:
 
     try:
         events: Iterable[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
+        depth = 0
         for event in events:
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise ConfigError(f"{_mark(event, name)}: more than {DEEPEST} levels are nested here.")
             if getattr(event, "tag", None) is not None:
                 raise ConfigError(
                     f"{_mark(event, name)}: tags ({event.tag}) are not supported; leave it out."
@@ -105,8 +110,6 @@ def read_text(text: str, name: str) -> Document:
     except yaml.reader.ReaderError as error:
         message = f"{name}: the character {chr(error.character)!r} is not allowed in YAML text."
         raise ConfigError(message) from error
-    except RecursionError as error:
-        raise ConfigError(f"{name} is nested too deeply to be read.") from error
     if len(nodes) > 1:
         raise ConfigError(
             f"{_mark(nodes[1], name)}: a second document begins here, but one file describes one run.\n"

@@ -444,14 +444,14 @@ class Trainer:
             adapter.detach()
         return metrics
 
-    def evaluate(self, policy: nn.Module, env: Any, episodes: int = 50, *, seed: int = 0) -> RolloutReport:
+    def evaluate(self, policy: nn.Module, env: Any, episodes: int = 50, *, seed: int = 10_000) -> RolloutReport:
         """Let ``policy`` act for ``episodes`` episodes and measure its success.
 
         Args:
             policy: A module with ``select_action(observation)`` and, if it keeps state, ``reset()``.
             env: A Gymnasium (vector) environment, which is closed afterwards, or a function that makes one.
             episodes: Episodes in all.
-            seed: Episode i is reset with ``seed + i``.
+            seed: Episode i is reset with ``seed + i``; the default is far from the seeds that people record with.
         """
         whole("episodes", episodes, 1)
 

@@ -295,20 +295,20 @@ class FileReader:
         except (OSError, SafetensorError, ValueError, AttributeError) as error:
             raise self.damaged(name, str(error)) from error
 
-    def optimizer(self, groups: str, state: str) -> dict[str, Any]:
+    def optimizer(self, groups_name: str, state_name: str) -> dict[str, Any]:
         """The state dict of one optimizer, from its two files."""
-        tensors, metadata = self.tensors(state)
+        tensors, metadata = self.tensors(state_name)
         try:
-            packed = {"state": loads(metadata["state"]), "param_groups": self._packed(groups)}
+            packed = {"state": loads(metadata["state"]), "param_groups": self._packed(groups_name)}
             saved = unpack(packed, tensors)
-            entries, groups_ = saved["state"], saved["param_groups"]
-            if not isinstance(groups_, list) or not all(
-                isinstance(e, dict) for e in [*entries.values(), *groups_]
+            state, groups = saved["state"], saved["param_groups"]
+            if not isinstance(groups, list) or not all(
+                isinstance(d, dict) for d in [*state.values(), *groups]
             ):
                 raise ValueError("it is no state of an optimizer")
-            return {"state": {int(index): entry for index, entry in entries.items()}, "param_groups": groups_}
+            return {"state": {int(index): values for index, values in state.items()}, "param_groups": groups}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise self.damaged(state, f"{error}, together with {groups}") from error
+            raise self.damaged(state_name, f"{error}, together with {groups_name}") from error
 
     def _take(self, name: str) -> Path:
         if name not in self.unread:

@@ -233,9 +233,8 @@ def test_optimizer_state_comes_back_whatever_it_holds(tmp_path: Path, make: Any,
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = sum(((p - 3) ** 2).sum() for p in parameters)
-        assert isinstance(value, Tensor)
-        value.backward()
+        value = torch.stack([((p - 3) ** 2).sum() for p in parameters]).sum()
+        value.backward()  # type: ignore[no-untyped-call]
         return value
 
     for _ in range(steps):
@@ -316,6 +315,7 @@ def test_callback_states_keep_every_value_json_has_no_word_for(tmp_path: Path) -
             "scaler_state.json keeps JSON values only, but scale is a tensor",
         ),
         ({"manifest": {"step": 3}}, "counters"),
+        ({"model": {"_extra_state": {"scale": 1}}}, "state_dict has _extra_state, a dict"),
     ],
 )
 def test_writing_refuses_what_would_not_come_back_and_leaves_nothing(
@@ -393,6 +393,7 @@ def test_killed_at_any_moment_a_save_leaves_a_whole_checkpoint_to_go_on_from(
     after = make_state(step, callbacks={"new": {"tensor": torch.ones(3)}})
     runs = sorted(tmp_path.glob("killed_*"))
     assert len(runs) > 30
+    assert any(not (run / "checkpoints" / "000500").exists() for run in runs) == (step == 500)
     seen = []
     for run in runs:
         found = contents(
@@ -408,7 +409,7 @@ def test_killed_at_any_moment_a_save_leaves_a_whole_checkpoint_to_go_on_from(
         point_last_at(write_checkpoint(run / "checkpoints" / "001500", make_state(1500)))
         names = sorted(path.name for path in (run / "checkpoints").glob("[!.]*"))
         assert names in (["000500", "001500", "last"], ["000500", "001000", "001500", "last"])
-        assert not [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".0")]
+        assert not list((run / "checkpoints").glob(".*"))
     assert seen == sorted(seen)
     assert seen[0] is False
     assert seen[-1] is True
@@ -493,6 +494,16 @@ def test_existing_checkpoint_of_the_step_is_replaced(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "000500", make_state(500, scaler=None))
     assert [path.name for path in tmp_path.iterdir()] == ["000500"]
     assert read_checkpoint(tmp_path / "000500").scaler is None
+
+
+def test_damaged_folder_at_the_place_of_a_step_is_moved_out_of_the_way(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "000500", make_state(500))
+    (folder / "manifest.json").unlink()
+    write_checkpoint(folder, make_state(500))
+    assert contents(read_checkpoint(folder)) == contents(make_state(500))
+    (aside,) = tmp_path.glob("000500.damaged-*")
+    assert (aside / "pretrained_model" / "model.safetensors").exists()
+    assert whole_checkpoints(tmp_path) == [folder]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -630,6 +641,7 @@ def test_well_sealed_nonsense_is_an_error_that_names_the_part(tmp_path: Path, na
         (lambda m: m.update(format_version="1"), "no format_version"),
         (lambda m: m.update(format_version=0), "manifest.json is damaged"),
         (lambda m: m.update(files=[]), "manifest.json is damaged"),
+        (lambda m: m.update(files={"$items": [[5, {}]]}), "manifest.json is damaged"),
         (
             lambda m: m["files"].update({"../../secret.json": {"size": 1, "sha256": ""}}),
             "manifest.json is damaged",
@@ -739,6 +751,11 @@ def test_last_means_what_it_leads_to_and_the_run_its_newest(tmp_path: Path) -> N
     warnings: list[str] = []
     assert newest_checkpoint(tmp_path, warnings.append) == checkpoints / "001000"
     assert "'last' leads to 000500" in warnings[0]
+
+
+def test_run_folder_whose_name_is_a_number_is_still_a_run(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "20260101" / "checkpoints" / "000500", make_state(500))
+    assert newest_checkpoint(tmp_path / "20260101", unexpected) == folder
 
 
 def test_moved_run_is_found_through_last(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def warnings_of(facts: MachineFacts) -> list[str]:
                 cuda=(GPU(name="MI300X", arch="gfx942"),),
                 environment=(("ROCR_VISIBLE_DEVICES", "0"), ("HIP_VISIBLE_DEVICES", "0")),
             ),
-            "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES hide GPUs.",
+            "On ROCm set HIP_VISIBLE_DEVICES alone: ROCR_VISIBLE_DEVICES and it add up.",
         ),
         (MachineFacts(build="mps", fault="no Metal"), "torch says: no Metal"),
     ],

@@ -1,0 +1,1 @@
+"""Ratios, never seconds: ``python -m benchmarks``."""

@@ -1,0 +1,50 @@
+"""Every tensor of a batch is reached, and the batch keeps its form."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policyfit.strategies.tree import map_tensors
+
+
+class Step(NamedTuple):
+    obs: Tensor
+    task: str
+
+
+def test_map_tensors_keeps_containers_and_what_is_no_tensor() -> None:
+    default: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(1), {"a": torch.ones(1)})
+    batch: dict[str, Any] = {
+        "step": Step(torch.ones(2), "pick"),
+        "list": [torch.zeros(1), None, 3, 1.5, "x", True],
+        "ordered": OrderedDict(b=torch.ones(1), a=True),
+        "default": default,
+        "array": np.zeros(2),
+    }
+    mapped = map_tensors(batch, lambda tensor, key: tensor + 1)
+    assert isinstance(mapped["step"], Step)
+    assert (mapped["step"].obs.tolist(), mapped["step"].task) == ([2.0, 2.0], "pick")
+    assert mapped["list"] == [torch.ones(1), None, 3, 1.5, "x", True]
+    assert list(mapped["ordered"].items()) == [("b", torch.full((1,), 2.0)), ("a", True)]
+    assert type(mapped["default"]) is defaultdict
+    assert mapped["default"]["missing"].item() == 0
+    assert mapped["array"] is batch["array"]
+    assert batch["step"].obs.tolist() == [1.0, 1.0]
+
+
+def test_map_tensors_tells_the_path_of_each_tensor() -> None:
+    keys: list[str] = []
+
+    def see(tensor: Tensor, key: str) -> Tensor:
+        keys.append(key)
+        return tensor
+
+    one = torch.ones(1)
+    map_tensors({"obs": {"state": one, "images": (one, [one])}, 3: one}, see)
+    map_tensors(one, see)
+    assert keys == ["obs.state", "obs.images.0", "obs.images.1.0", "3", ""]

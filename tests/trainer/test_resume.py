@@ -1,0 +1,219 @@
+"""A run killed anywhere and resumed is the run that was never killed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine
+from policyfit.trainer import state
+from torch import Tensor, nn
+from torch.optim import AdamW
+from toys import assert_equal
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+class Augmented:
+    """Samples drawn with noise from all three host streams, as augmentation would."""
+
+    def __init__(self, n: int = 22) -> None:
+        self.x = torch.randn(n, 6, generator=torch.Generator().manual_seed(5))
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.reads.append(index)
+        noise = torch.rand(6) * 0.1 + random.random() * 0.1 + float(np.random.rand()) * 0.1
+        return {"x": self.x[index] + noise, "index": torch.tensor(index)}
+
+
+class Policy(nn.Module):
+    """Dropout, BatchNorm, and an overflow now and then that depends on the weights' own randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        out = self.net(batch["x"])
+        loss = out.float().square().mean()
+        factor = torch.where(torch.rand(()) < 0.15, float("inf"), 1.0)
+        return loss * factor, {"spread": out.float().std()}
+
+
+class Recorder(Callback):
+    """Sample ids and losses of every micro-batch; dies at one of them if told to."""
+
+    def __init__(self, die_at: int | None = None) -> None:
+        self.die_at, self.seen = die_at, list[tuple[int, list[int]]]()
+
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((trainer.epoch, batch["index"].tolist()))
+        if trainer.micro_batches == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(run_dir: Path, precision: str, recorder: Recorder, *, accumulate: int = 1, workers: int = 0,
+          resume: str | None = None, **settings: Any) -> Trainer:  # fmt: skip
+    strategy: Any = FP16({"init_scale": 256.0, "growth_interval": 4}, allow_cpu=True) if precision == "fp16" else precision
+    trainer = Trainer(
+        "cpu", strategy, max_steps=17, batch_size=4, accumulate=accumulate, workers=workers, clip_norm=1.0, seed=7,
+        log_every=4, run_dir=run_dir, callbacks=[recorder, Checkpoint(every_steps=3)], **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy = Policy()
+    trainer.fit(
+        policy, Augmented(), resume=resume, optimizer=lambda p: AdamW(p, lr=1e-2),
+        schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=17),
+    )  # fmt: skip
+    return trainer
+
+
+def everything(trainer: Trainer) -> dict[str, Any]:
+    """All that a run is: what a checkpoint holds, and the streams."""
+    saved = state.capture(trainer._active, {})
+    records = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [r for r in records if r.get("event") != "note"]  # said at every start, also at a resume
+    return {
+        "model": saved.model,
+        "optimizers": json.dumps(saved.optimizers, default=lambda t: t.tolist()),
+        "schedules": saved.schedules,
+        "scaler": saved.scaler,
+        "counters": saved.manifest["counters"],
+        "rng": saved.rng,
+        "records": [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in records],
+    }
+
+
+def run_and_die(run_dir: Path, **arguments: Any) -> None:
+    """The run in a child that SIGKILLs itself."""
+    child = os.fork()
+    if child == 0:
+        try:
+            start(run_dir, **arguments)
+        finally:
+            os._exit(99)  # only reached when it did not die
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("accumulate", "workers"), [(1, 0), (3, 0), (1, 2)])
+def test_a_run_killed_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
+    precision: str, accumulate: int, workers: int, tmp_path: Path
+) -> None:
+    straight = Recorder()
+    reference = everything(start(tmp_path / "straight", precision, straight, accumulate=accumulate, workers=workers))
+    assert reference["counters"]["skipped"] > 0
+    for die_at in (4 * accumulate, 7 * accumulate + 1, 16 * accumulate):
+        run_dir = tmp_path / f"killed-{die_at}"
+        run_and_die(
+            run_dir, precision=precision, recorder=Recorder(die_at), accumulate=accumulate, workers=workers
+        )
+        torch.manual_seed(123)  # whatever the streams are, the checkpoint's come back
+        resumed = Recorder()
+        trainer = start(run_dir, precision, resumed, accumulate=accumulate, workers=workers, resume="last")
+        found = everything(trainer)
+        assert_equal(found.pop("model"), reference["model"])
+        assert_equal(found.pop("rng"), reference["rng"])
+        assert found == {k: v for k, v in reference.items() if k not in ("model", "rng")}
+        assert straight.seen[-len(resumed.seen) :] == resumed.seen
+
+
+def test_no_sample_of_before_the_checkpoint_is_read_again(tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    data = Augmented()
+    trainer = Trainer("cpu", max_steps=19, batch_size=4, clip_norm=1.0, seed=7, run_dir=tmp_path / "run")
+    trainer.fit(
+        Policy(), data, resume="last", optimizer=lambda p: AdamW(p, lr=1e-2),
+        schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=17),
+    )  # fmt: skip
+    new = trainer.micro_batches - state.read(trainer.checkpoints()[-2]).manifest["counters"]["micro_batches"]
+    assert trainer.step == 19
+    assert len(data.reads) <= 4 * new
+
+
+def test_a_run_resumed_at_its_end_makes_no_further_step(tmp_path: Path) -> None:
+    before = everything(start(tmp_path / "run", "bf16", Recorder()))
+    resumed = Recorder()
+    trainer = start(tmp_path / "run", "bf16", resumed, resume="last")
+    assert trainer.step == 17
+    assert resumed.seen == []
+    assert_equal(everything(trainer)["model"], before["model"])
+
+
+def test_resume_takes_a_run_folder_a_checkpoint_folder_and_last_alike(tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    for path in ("run", "run/checkpoints", "run/checkpoints/last", "run/checkpoints/000015"):
+        trainer = Trainer("cpu", max_steps=17, batch_size=4, seed=7, run_dir=tmp_path / "other" / path)
+        trainer.fit(
+            Policy(), Augmented(), resume=tmp_path / path, optimizer=lambda p: AdamW(p, lr=1e-2),
+            schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=17),
+        )  # fmt: skip
+        assert trainer.resumed_step == (15 if path.endswith("15") else 17)
+
+
+def test_a_fresh_run_refuses_a_folder_that_holds_one_and_changes_nothing(tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    before = {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()}
+    with pytest.raises(ConfigError, match="already holds a run.*\n.*resume='last'"):
+        start(tmp_path / "run", "no", Recorder())
+    assert {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 8}, "began with seed=7"),
+        ({"batch_size": 8}, "had batches_per_epoch=6, and now it is 3"),
+        ({"accumulate": 2}, "had accumulate=1, and now it is 2"),
+    ],
+)
+def test_what_would_change_the_samples_is_refused_at_resume(change: dict[str, int], message: str, tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    settings = {"max_steps": 20, "batch_size": 4, "seed": 7, "run_dir": tmp_path / "run", **change}
+    with pytest.raises(ConfigError, match=message):
+        Trainer("cpu", **settings).fit(Policy(), Augmented(), resume="last")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_another_policy_is_refused_naming_the_parameters(tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    with pytest.raises(CheckpointError, match=r"do not fit Other.*net\.4\.weight"):
+        Trainer("cpu", max_steps=20, batch_size=4, seed=7, run_dir=tmp_path / "run").fit(
+            Other(), Augmented(), resume="last"
+        )
+
+
+class Other(Policy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = nn.Linear(16, 4)
+
+
+@pytest.mark.parametrize("before", PRECISIONS)
+@pytest.mark.parametrize("after", PRECISIONS)
+def test_precision_can_change_at_resume_and_the_plan_says_so(before: str, after: str, tmp_path: Path) -> None:
+    start(tmp_path / "run", before, Recorder())
+    trainer = start(tmp_path / "run", after, Recorder(), resume=str(tmp_path / "run" / "checkpoints" / "000015"))
+    assert trainer.step == 17
+    told = [note for note in trainer.plan.notes if note.startswith("precision was")]
+    restart = "; the loss scale starts anew" if after == "fp16" else ""
+    assert told == ([] if before == after else [f"precision was {before} and is now {after}{restart}"])
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        start(tmp_path / "nothing", "no", Recorder(), resume="last")
+    assert not (tmp_path / "nothing").exists()

@@ -1,0 +1,232 @@
+"""The command line: ``policyfit fit``, ``eval``, ``plan`` and ``doctor``.
+
+Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot be honoured, 130 interrupted,
+143 preempted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..strategies.errors import ConfigError, PolicyfitError
+
+if TYPE_CHECKING:
+    from .config import Run
+    from .rollout import RolloutReport
+    from .trainer import Trainer
+
+EXAMPLES = """\
+examples:
+  policyfit fit run.yaml                                   train, and evaluate if the file says in what
+  policyfit fit run.yaml --precision=fp16 --optimizer.lr=3e-4
+  policyfit fit base.yaml lab.yaml --trainer.max_steps=2000
+  policyfit fit run.yaml --resume                          go on with the newest run
+  policyfit fit --resume=runs/NAME                         go on with that run, as it was configured
+  policyfit plan run.yaml                                  what would run, and why
+  policyfit eval runs/NAME --device=cpu --episodes=20
+  policyfit doctor                                         what this machine offers
+"""
+KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
+EVAL_KEYS = {"device": "device", "precision": "precision", "episodes": "eval.episodes", "seed": "eval.seed"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors become one panel of text, with ``--debug`` a traceback too."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            request = _parse(arguments)
+        except SystemExit as done:  # --help and --version have printed
+            return int(done.code or 0)
+        request.run(request)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        known = isinstance(error, PolicyfitError)
+        if "--debug" in arguments:
+            traceback.print_exception(error)
+        elif not known:
+            error.add_note("Run again with --debug for the traceback.")
+        _show(error, known=known)
+        return error.exit_code if isinstance(error, PolicyfitError) else 1
+    return 0
+
+
+def _fit(request: argparse.Namespace) -> None:
+    from .config import read_run, resolve
+
+    config = read_run(_files(request), request.keys)
+    with config.importable():
+        run = resolve(config)
+        trainer, objects = _make(run)
+        trainer.fit(**objects, resume=request.resume)
+        env = run.build("eval", "env")
+        if env is not None:
+            report = trainer.evaluate(objects["policy"], env, **run.evaluation)
+            _report(report, trainer, trainer.run_dir / "eval.json")
+
+
+def _plan(request: argparse.Namespace) -> None:
+    from .config import read_run, resolve
+
+    config = read_run(request.files, request.keys)
+    with config.importable():
+        trainer, objects = _make(resolve(config))
+        plan = trainer.plan(**objects)
+    print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
+
+
+def _eval(request: argparse.Namespace) -> None:
+    from .config import read_run, resolve_evaluation
+    from .load import load
+
+    given = {name: getattr(request, name) for name in EVAL_KEYS}
+    config = read_run(
+        [_config_of(Path(request.checkpoint))],
+        [(EVAL_KEYS[name], text) for name, text in given.items() if text is not None],
+    )
+    with config.importable():
+        run = resolve_evaluation(config)
+        trainer = run.trainer.build()
+        policy = load(request.checkpoint, device=trainer.device, precision=trainer.precision)
+        _report(trainer.evaluate(policy, run.build("eval", "env"), **run.evaluation), trainer)
+
+
+def _doctor(request: argparse.Namespace) -> None:
+    from .doctor import main_text
+
+    print(main_text())
+
+
+def _make(run: Run) -> tuple[Trainer, dict[str, Any]]:
+    """The trainer, and what its ``fit`` takes. Seeded, so that a policy's first weights are the run's own."""
+    from .rng import seed_everything
+
+    trainer: Trainer = run.trainer.build()
+    trainer.config = run.config.values
+    seed = run.config.values["trainer"]["seed"]
+    if seed is not None:
+        seed_everything(seed)
+    return trainer, {
+        "policy": run.build("policy"),
+        "train_data": run.build("data", "train"),
+        "val_data": run.build("data", "val"),
+        "optimizer": run.maker("optimizer"),
+        "schedule": run.maker("schedule"),
+    }
+
+
+def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -> None:
+    if not trainer.is_main:
+        return
+    print(report.summary())
+    if file is not None:
+        file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+
+
+def _files(request: argparse.Namespace) -> list[Path]:
+    """The run files; a run that is gone on with brings its own."""
+    from .run_dir import newest_run
+
+    if request.files:
+        return [Path(file) for file in request.files]
+    if request.resume is None:
+        raise ConfigError("fit needs a run file: policyfit fit RUN.yaml.")
+    return [_config_of(newest_run() if request.resume == "last" else Path(request.resume))]
+
+
+def _config_of(path: Path) -> Path:
+    """The ``config.yaml`` of a run, given its folder or one of its checkpoints."""
+    for folder in (path, path.resolve().parent.parent):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    found = "does not lie in a run's folder" if path.exists() else "does not exist"
+    raise ConfigError(
+        f"{path} {found}, so there is no config.yaml.\nGive a run's folder, or RUN_DIR/checkpoints/STEP."
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}.\nSee {self.prog} --help.")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    from .. import __version__
+
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        "policyfit", description="Train robot policies.", epilog=EXAMPLES, formatter_class=layout
+    )
+    parser.add_argument("--version", action="version", version=f"policyfit {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, epilog=epilog)
+        added.set_defaults(run=run)
+        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return added
+
+    fit = command("fit", _fit, "Train as a run file says.", KEYS)
+    fit.add_argument("files", nargs="*", metavar="RUN.yaml", help="later files win over earlier ones")
+    fit.add_argument(
+        "--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last"
+    )
+    plan = command("plan", _plan, "Say what a run file would run, and why.", KEYS)
+    plan.add_argument("files", nargs="+", metavar="RUN.yaml")
+    plan.add_argument("--json", action="store_true", help="for programs")
+    evaluate = command("eval", _eval, "Let a trained policy act in the environment of its run.")
+    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder or a checkpoint's")
+    for name in EVAL_KEYS:
+        evaluate.add_argument(f"--{name}", help="instead of the run's")
+    command("doctor", _doctor, "Say what this machine offers.")
+
+    known = {"fit": ["--resume", "--debug"], "plan": ["--json", "--debug"]}.get(next(iter(arguments), ""))
+    if known is None:
+        return parser.parse_args(arguments)
+    own, keys = _split(arguments, [*known, "--help"])
+    return parser.parse_args(own, argparse.Namespace(keys=keys))
+
+
+def _split(arguments: list[str], options: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The command's own arguments, and the ``--section.key=VALUE`` or ``--section.key VALUE`` pairs."""
+    own: list[str] = []
+    keys: list[tuple[str, str]] = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, given, text = argument.partition("=")
+        if not option.startswith("--") or option in options:
+            own.append("--resume=last" if argument == "--resume" else argument)
+            continue
+        near = [o for o in options if o.startswith(option)] or get_close_matches(
+            option, options, n=1, cutoff=0.8
+        )
+        if near:
+            raise ConfigError(f"{option} is not an option. Did you mean {near[0]}?")
+        value = text if given else next(rest, "--")
+        if value.startswith("--") and not given:
+            raise ConfigError(f"{option} needs a value: {option}=VALUE.")
+        keys.append((option.removeprefix("--"), value))
+    return own, keys
+
+
+def _show(error: Exception, *, known: bool) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = "\n".join(
+        [str(error) if known else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    )
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a log keeps its lines whole, so that they can be searched
+        console.width = max(console.width, *(len(line) + 4 for line in text.splitlines()), 0)
+    console.print(Panel(Text(text), title=type(error).__name__, border_style="red"))
