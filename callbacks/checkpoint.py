@@ -81,8 +81,8 @@ class Checkpoint(Callback):
             other, self._other_best = self._other_best, None
             trainer.event(
                 "warning",
-                message=f"The checkpoint's best is the {other['mode']} of {other['monitor']}; "
-                f"the best {self.monitor} is looked for anew, and {other['path']} is no longer kept as the best.",
+                message=f"The checkpoint's best is the {other['mode']} of {other['monitor']}; the best "
+                f"{self.monitor} is looked for anew, and {other['path']} is no longer kept as the best.",
             )
 
     def on_validation_end(self, trainer: Trainer, policy: nn.Module) -> None:
@@ -96,7 +96,8 @@ class Checkpoint(Callback):
         if self.monitor not in trainer.metrics:
             there = ", ".join(sorted(trainer.metrics)) or "none"
             raise CallbackError(
-                f"Checkpoint.monitor is {self.monitor!r}, but the metrics here are: {there}.\nName one of them."
+                f"Checkpoint.monitor is {self.monitor!r}, but the metrics here are: {there}.\n"
+                "Name one of them."
             )
         value = float(trainer.metrics[self.monitor])
         if math.isfinite(value) and (self._best is None or self._is_better(value, self._best["value"])):

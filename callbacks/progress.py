@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -119,7 +121,8 @@ class Progress(Callback):
         return f"{line}: {trainer.stop_reason}" if trainer.stop_reason else line
 
     def _start_bar(self, trainer: Trainer, console: Console) -> None:
-        from rich import progress
+        with _untouched_random():
+            from rich import progress
 
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -163,7 +166,8 @@ class Progress(Callback):
 
     def _open_console(self) -> Console:
         if self._console is None:
-            from rich.console import Console
+            with _untouched_random():
+                from rich.console import Console
 
             self._console = Console()
         return self._console
@@ -203,3 +207,11 @@ def _duration(seconds: float) -> str:
     return (
         f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
     )
+
+
+@contextmanager
+def _untouched_random() -> Iterator[None]:
+    """rich draws from python's global stream while it is imported, which a resumed run would do at another time."""
+    before = random.getstate()
+    yield
+    random.setstate(before)

@@ -254,7 +254,7 @@ def _check_weights(model: dict[str, Tensor]) -> None:
     for name, value in model.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"The policy's state_dict has {name}, a {type(value).__name__}; model.safetensors holds tensors.\n"
+                f"The policy's state_dict has {name}, a {type(value).__name__}, but only tensors are kept.\n"
                 "Return a tensor from get_extra_state, or keep the value in a buffer."
             )
     bad = [name for name, tensor in model.items() if not _is_finite(tensor)]
@@ -407,7 +407,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 def _remove(folder: Path) -> None:
     left = _SIBLING.fullmatch(folder.name)
     if not (left and left["purpose"] == "deleting"):
-        folder = folder.rename(_sibling(folder, "deleting"))
+        folder = folder.rename(_sibling(folder.with_name(left["name"]) if left else folder, "deleting"))
         sync_folder(folder.parent)
     shutil.rmtree(folder)
 

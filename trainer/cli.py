@@ -35,6 +35,7 @@ examples:
 """
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
 EVAL_KEYS = {"device": "device", "precision": "precision", "episodes": "eval.episodes", "seed": "eval.seed"}
+OPTIONS = {"fit": ["--resume"], "plan": ["--json"], "eval": [f"--{name}" for name in EVAL_KEYS], "doctor": []}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,14 +190,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         evaluate.add_argument(f"--{name}", help="instead of the run's")
     command("doctor", _doctor, "Say what this machine offers.")
 
-    known = {"fit": ["--resume", "--debug"], "plan": ["--json", "--debug"]}.get(next(iter(arguments), ""))
-    if known is None:
+    name = next(iter(arguments), "")
+    if name not in OPTIONS:
         return parser.parse_args(arguments)
-    own, keys = _split(arguments, [*known, "--help"])
+    own, keys = _split(arguments, [*OPTIONS[name], "--debug", "--help"], takes_keys=name in ("fit", "plan"))
     return parser.parse_args(own, argparse.Namespace(keys=keys))
 
 
-def _split(arguments: list[str], options: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def _split(
+    arguments: list[str], options: list[str], *, takes_keys: bool
+) -> tuple[list[str], list[tuple[str, str]]]:
     """The command's own arguments, and the ``--section.key=VALUE`` or ``--section.key VALUE`` pairs."""
     own: list[str] = []
     keys: list[tuple[str, str]] = []
@@ -209,8 +212,9 @@ def _split(arguments: list[str], options: list[str]) -> tuple[list[str], list[tu
         near = [o for o in options if o.startswith(option)] or get_close_matches(
             option, options, n=1, cutoff=0.8
         )
-        if near:
-            raise ConfigError(f"{option} is not an option. Did you mean {near[0]}?")
+        if near or not takes_keys:
+            advice = f"Did you mean {near[0]}?" if near else f"Valid here: {', '.join(options)}."
+            raise ConfigError(f"{option} is not an option. {advice}")
         value = text if given else next(rest, "--")
         if value.startswith("--") and not given:
             raise ConfigError(f"{option} needs a value: {option}=VALUE.")

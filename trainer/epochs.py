@@ -213,7 +213,7 @@ class IteratedData(TrainingData):
         number = 0
         try:
             with _letting_go(self._source):
-                for batch in drawn_in(OwnStreams(derive_seed(self._seed, "iterable", epoch)), self._source):
+                for batch in self._draws(epoch):
                     yield batch
                     number += 1
         except Exception as error:
@@ -221,6 +221,14 @@ class IteratedData(TrainingData):
                 f"Micro-batch {number} of epoch {epoch} could not be drawn from {name_of(self._source)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+    def _draws(self, epoch: int) -> Iterator[Any]:
+        # A loader of another library has its own ways with random numbers, and swapping the streams around each
+        # of its batches costs more than a small step.
+        if not isinstance(self._source, DataLoader):
+            return iter(self._source)
+        return drawn_in(OwnStreams(derive_seed(self._seed, "iterable", epoch)), self._source)
 
 
 def length_of(source: Any) -> int | None:

@@ -342,7 +342,9 @@ def run_python(script: str, *arguments: str) -> str:
     prelude = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('here', {str(Path(__file__))!r})\n"
-        "here = importlib.util.module_from_spec(spec); sys.modules['here'] = here; spec.loader.exec_module(here)\n"
+        "here = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['here'] = here\n"
+        "spec.loader.exec_module(here)\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", prelude + script, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout

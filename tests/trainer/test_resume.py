@@ -40,14 +40,15 @@ class Augmented:
 class Policy(nn.Module):
     """Dropout, BatchNorm, and an overflow now and then that depends on the weights' own randomness."""
 
-    def __init__(self) -> None:
+    def __init__(self, overflows: float = 0.15) -> None:
         super().__init__()
+        self.overflows = overflows
         self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         out = self.net(batch["x"])
         loss = out.float().square().mean()
-        factor = torch.where(torch.rand(()) < 0.15, float("inf"), 1.0)
+        factor = torch.where(torch.rand(()) < self.overflows, float("inf"), 1.0)
         return loss * factor, {"spread": out.float().std()}
 
 
@@ -71,7 +72,7 @@ def start(run_dir: Path, precision: str, recorder: Recorder, *, accumulate: int 
         log_every=4, run_dir=run_dir, callbacks=[recorder, Checkpoint(every_steps=3)], **settings,
     )  # fmt: skip
     torch.manual_seed(0)
-    policy = Policy()
+    policy = Policy(overflows=0.15 / accumulate)
     trainer.fit(
         policy, Augmented(), resume=resume, optimizer=lambda p: AdamW(p, lr=1e-2),
         schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=17),

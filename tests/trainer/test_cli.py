@@ -1,0 +1,474 @@
+"""The commands: what they refuse and how, what they run, and how they end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policyfit
+from policyfit.trainer import strict_yaml
+from policyfit.trainer.cli import main
+
+pytest.importorskip("gymnasium")
+
+PARTS = """
+import gymnasium
+import numpy as np
+import torch
+from torch import nn
+
+class Policy(nn.Module):
+    def __init__(self, width: int = 4, rate: float = 0.1, mode: str = "plain") -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width must be positive, got {width}")
+        self.mode = mode
+        self.layer = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+
+    def forward(self, batch):
+        if self.mode == "interrupt":
+            raise KeyboardInterrupt
+        if self.mode == "fail":
+            raise RuntimeError("the camera is gone")
+        loss = (self.layer(batch) - 1).square().mean()
+        return loss * float("nan") if self.mode == "diverge" else loss
+
+    def select_action(self, observation):
+        return self.layer(observation.float())
+
+class Data:
+    def __init__(self, size: int = 16) -> None:
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.ones(2) * index / self.size
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, dtype=np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, dtype=np.float32), 1.0, True, False, {"is_success": True}
+
+NOT_CALLABLE = 3
+"""
+
+RUN = """\
+policy: {class_path: cli_parts.Policy, init_args: {width: 4}}
+data: {train: cli_parts.Data}
+trainer:
+  device: cpu
+  max_steps: 2
+  seed: 3
+  run_dir: done
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}
+"""
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "cli_parts.py").write_text(PARTS)
+    (folder / "cli_broken_import.py").write_text("import a_package_that_nobody_has\n")
+    (folder / "cli_broken_code.py").write_text("x = 1 / 0\n")
+    return folder
+
+
+@pytest.fixture
+def cli(parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.syspath_prepend(str(parts))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def _with(old: str, new: str) -> str:
+    assert old in RUN
+    return RUN.replace(old, new)
+
+
+IN_THE_FILE: list[tuple[str, str]] = [
+    ("", "is empty"),
+    ("- a\n- b\n", "must hold the sections policy, data, trainer"),
+    ("a run\n", "must hold the sections"),
+    (_with("  seed: 3", "\tseed: 3"), "run.yaml:6:1: this is not YAML"),
+    (_with("  seed: 3", "  seed: 3\n  seed: 4"), "run.yaml:7:3: the key 'seed' is written twice"),
+    (RUN + "trainer: {}\n", "run.yaml:9:1: the key 'trainer' is written twice; it first stands at"),
+    (_with("max_steps: 2", "max_steps: 010"), "run.yaml:5:14: 010 could be text or"),
+    (_with("max_steps: 2", "max_steps: 1_000"), "run.yaml:5:14: 1_000 could be text or"),
+    (_with("max_steps: 2", "max_steps: 1:30"), "run.yaml:5:14: 1:30 could be"),
+    (_with("run_dir: done", "run_dir: 2024-01-31"), "run.yaml:7:12: 2024-01-31 could be text or a date"),
+    (_with("trainer:", "trainer: !!map"), "tags (tag:yaml.org,2002:map) are not supported"),
+    (_with("  seed: 3", "  <<: {seed: 3}"), "run.yaml:6:3: merge keys (<<) are not supported"),
+    (RUN + "---\nseed: 3\n", "run.yaml:10:1: a second document"),
+    (_with("trainer:", "trianer:"), "run.yaml:3:1: trianer is not a valid key. Did you mean trainer?"),
+    (RUN + "max_steps: 3\n", "run.yaml:9:1: max_steps is not a valid key. Did you mean trainer.max_steps?"),
+    (RUN + "lr: 3\n", "run.yaml:9:1: lr is not a valid key."),
+    (
+        _with("max_steps", "max_step"),
+        "run.yaml:5:3: trainer.max_step is not a valid key. Did you mean trainer.max_steps?",
+    ),
+    (
+        _with("seed: 3", "num-epochs: 3"),
+        "trainer.num-epochs is not a valid key. Did you mean trainer.max_epochs?",
+    ),
+    (
+        _with("width", "widht"),
+        "policy.init_args.widht is not a valid key. Did you mean policy.init_args.width?",
+    ),
+    (
+        _with("lr: 1e-3", "lrr: 1e-3"),
+        "run.yaml:8:56: optimizer.init_args.lrr is not a valid key. Did you mean",
+    ),
+    (
+        _with("init_args: {lr", "init_arg: {lr"),
+        "optimizer.init_arg is not a valid key. Did you mean optimizer.init_args?",
+    ),
+    (_with("init_args: {lr: 1e-3}", "lr: 1e-3"), "Arguments of the class go under optimizer.init_args."),
+    (
+        _with("train: cli", "trian: cli"),
+        "run.yaml:2:8: data.trian is not a valid key. Did you mean data.train?",
+    ),
+    (
+        RUN + "eval: {env: cli_parts.Env, episode: 3}\n",
+        "eval.episode is not a valid key. Did you mean eval.episodes?",
+    ),
+    (RUN + "eval: {episodes: 3}\n", "run.yaml:9:1: eval.env is missing"),
+    (
+        _with("seed: 3", "grad_scaler: {init_scal: 3}"),
+        "trainer.grad_scaler.init_scal is not a valid key. Did you mean",
+    ),
+    (
+        _with("device: cpu", "precision: {class_path: policyfit.FP16, init_args: {grad_scaler: {scale: 3}}}"),
+        "run.yaml:4:69: trainer.precision.init_args.grad_scaler.scale is not a valid key.",
+    ),
+    (
+        _with("seed: 3", "callbacks: [{class_path: policyfit.Checkpoint, init_args: {every: 3}}]"),
+        "run.yaml:6:62: trainer.callbacks[0].init_args.every is not a valid key. Did you mean",
+    ),
+    (
+        _with("trainer:", "trainer: 3\nother:"),
+        "run.yaml:3:1: trainer must be a mapping of keys to values, got 3.",
+    ),
+    (_with("{train: cli_parts.Data}", "cli_parts.Data"), "data must be a mapping of keys to values"),
+    (
+        _with("init_args: {width: 4}", "init_args: [4]"),
+        "policy.init_args must map argument names to values, got [4].",
+    ),
+    (
+        _with("policy: {class_path: cli_parts.Policy, init_args: {width: 4}}", "schedule:"),
+        "The section policy is missing",
+    ),
+    (
+        _with("max_steps: 2", "max_steps: ten"),
+        "run.yaml:5:3: trainer.max_steps must be int or null, got 'ten'.",
+    ),
+    (_with("max_steps: 2", "max_steps: 1.5"), "trainer.max_steps must be int or null, got 1.5."),
+    (_with("max_steps: 2", "max_steps: true"), "trainer.max_steps must be int or null, got True."),
+    (
+        _with("max_steps: 2", "max_steps: -2"),
+        "run.yaml:5:3: trainer.max_steps must be a whole number of at least 1",
+    ),
+    (
+        _with("seed: 3", "batch_size: 0"),
+        "run.yaml:6:3: trainer.batch_size must be a whole number of at least 1, got 0.",
+    ),
+    (_with("seed: 3", "tf32: maybe"), "trainer.tf32 must be bool or null, got 'maybe'."),
+    (_with("seed: 3", "deterministic: 2"), "trainer.deterministic must be bool, got 2."),
+    (_with("device: cpu", "device: 0"), "got 0. Write it in quotes if you mean the text."),
+    (_with("device: cpu", "device: gpu"), "run.yaml:4:3: device must be auto, cpu, cuda"),
+    (_with("device: cpu", "device: cuda:99"), "run.yaml:4:3: device='cuda:99' was requested"),
+    (_with("seed: 3", "precision: half"), "run.yaml:6:3: precision must be"),
+    (_with("seed: 3", "precision: fp16"), "run.yaml:6:3: precision='fp16'"),
+    (
+        _with("seed: 3", "non_finite: skp"),
+        "must be 'skip' or 'raise' or 'off', got 'skp'. Did you mean 'skip'?",
+    ),
+    (_with("seed: 3", "callbacks: {}"), "trainer.callbacks must be Iterable[Callback], got {}."),
+    (_with("seed: 3", "callbacks: [torch.nn.ReLU]"), "trainer.callbacks must be Iterable[Callback]"),
+    (
+        _with("seed: 3", "callbacks: [{class_path: torch.nn.ReLU}]"),
+        "trainer.callbacks[0] must be a Callback, but torch.nn.modules.activation.ReLU is not one.",
+    ),
+    (_with("width: 4", "width: wide"), "run.yaml:1:52: policy.init_args.width must be int, got 'wide'."),
+    (_with("lr: 1e-3", "lr: fast"), "optimizer.init_args.lr must be float or Tensor, got 'fast'."),
+    (_with("lr: 1e-3", "betas: [0.9]"), "optimizer.init_args.betas must be tuple["),
+    (
+        RUN + "schedule: {class_path: torch.optim.lr_scheduler.StepLR}\n",
+        "schedule.init_args.step_size is missing",
+    ),
+    (
+        RUN + "schedule: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: }}\n",
+        "step_size is empty",
+    ),
+    (
+        _with("cli_parts.Policy", "cli_part.Policy"),
+        "run.yaml:1:10: policy.class_path: there is no module cli_part,",
+    ),
+    (
+        _with("cli_parts.Policy", "cli_parts.Polcy"),
+        "policy.class_path: cli_parts holds no Polcy. Did you mean Policy?",
+    ),
+    (_with("cli_parts.Policy", "Policy"), "policy.class_path must be written module.Class"),
+    (
+        _with("cli_parts.Policy", "3"),
+        "policy.class_path must be written module.Class, as torch.optim.AdamW is, got 3.",
+    ),
+    (_with("cli_parts.Policy", "cli_parts.NOT_CALLABLE"), "is neither a class nor a function, but 3."),
+    (
+        _with("cli_parts.Policy", "cli_broken_import.Policy"),
+        "importing cli_broken_import failed: ModuleNotFoundError",
+    ),
+    (
+        _with("cli_parts.Policy", "cli_broken_code.Policy"),
+        "importing cli_broken_code failed: ZeroDivisionError",
+    ),
+    (
+        _with("cli_parts.Policy", "cli_parts.Data"),
+        "policy must be a torch.nn.Module, but cli_parts.Data is not one.",
+    ),
+    (
+        _with("train: cli_parts.Data", "train: cli_parts.Policy"),
+        "data.train must be data with __getitem__ or __iter__",
+    ),
+    (
+        _with("torch.optim.AdamW", "torch.nn.Linear"),
+        "run.yaml:8:13: optimizer must be a torch.optim.Optimizer, but",
+    ),
+    (RUN + "schedule: torch.optim.SGD\n", "schedule must be a torch.optim.lr_scheduler.LRScheduler, but"),
+    (RUN + "eval: {env: cli_parts.Data}\n", "eval.env must be a gymnasium environment"),
+    (
+        _with("policy: {class_path: cli_parts.Policy, ", "policy: {"),
+        "run.yaml:1:1: policy must name a torch.nn.Module, got",
+    ),
+    (
+        _with("width: 4", "width: 0"),
+        "policy: making cli_parts.Policy failed: ValueError: width must be positive, got 0",
+    ),
+    (_with("data: {train: cli_parts.Data}\n", ""), "There is nothing to train on"),
+    (RUN + "code: here\n", "run.yaml:9:1: code must be a list of folders, got 'here'."),
+]
+
+ON_THE_COMMAND_LINE: list[tuple[list[str], str]] = [
+    (
+        ["--trainer.max_step=3"],
+        "command line: trainer.max_step is not a valid key. Did you mean trainer.max_steps?",
+    ),
+    (["--trainer.max_steps=ten"], "command line: trainer.max_steps must be int or null, got 'ten'."),
+    (["--trainer.max_steps", "ten"], "trainer.max_steps must be int or null, got 'ten'."),
+    (["--trainer.max_steps"], "--trainer.max_steps needs a value: --trainer.max_steps=VALUE."),
+    (["--trainer.max_steps", "--debg"], "--trainer.max_steps needs a value"),
+    (["--trainer.max_steps=010"], "--trainer.max_steps=010: 010 could be text or"),
+    (["--trainer.callbacks=[1"], "this is not YAML"),
+    (["--max_steps=3"], "command line: max_steps is not a valid key. Did you mean trainer.max_steps?"),
+    (["--dev=cpu"], "command line: dev is not a valid key. Did you mean trainer.device?"),
+    (["--prec=no"], "command line: prec is not a valid key. Did you mean trainer.precision?"),
+    (["--resum"], "--resum is not an option. Did you mean --resume?"),
+    (["--resum=runs/x"], "--resum is not an option. Did you mean --resume?"),
+    (["--debugg"], "--debugg is not an option. Did you mean --debug?"),
+    (
+        ["--optimizer.lrr=3"],
+        "optimizer.init_args.lrr is not a valid key. Did you mean optimizer.init_args.lr?",
+    ),
+    (["--optimizer.lr=fast"], "optimizer.init_args.lr must be float or Tensor, got 'fast'."),
+    (["--policy.init_args.width.x=3"], "policy.init_args.width is 4, so --policy.init_args.width.x cannot"),
+    (["--precision=fp16"], "command line: precision='fp16'"),
+    (["--device=tpu"], "command line: device must be auto, cpu, cuda"),
+    (["--tf32=maybe"], "command line: trainer.tf32 must be bool or null, got 'maybe'."),
+    (["--schedule.lr=3"], "schedule must name a torch.optim.lr_scheduler.LRScheduler, got"),
+    (["--trainer.=3"], "trainer. is not a valid key."),
+    (["--eval.episodes=3"], "eval.env is missing"),
+    (["other.yaml"], "other.yaml does not exist"),
+    (["-x"], "unrecognized arguments: -x"),
+]
+
+
+def _assert_refused(code: int, out: str, err: str, fragment: str) -> None:
+    assert code == 2
+    assert fragment in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not Path("done").exists()
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"), IN_THE_FILE, ids=[fragment[-40:] for _, fragment in IN_THE_FILE]
+)
+def test_a_file_that_cannot_be_meant_is_refused_before_anything_starts(
+    cli: Cli, text: str, fragment: str
+) -> None:
+    Path("run.yaml").write_text(text)
+    _assert_refused(*cli("fit", "run.yaml"), fragment)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"), ON_THE_COMMAND_LINE, ids=[w[-1] for w, _ in ON_THE_COMMAND_LINE]
+)
+def test_a_command_line_that_cannot_be_meant_is_refused(cli: Cli, words: list[str], fragment: str) -> None:
+    Path("run.yaml").write_text(RUN)
+    _assert_refused(*cli("fit", "run.yaml", *words), fragment)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fti"], "invalid choice: 'fti'"),
+        (["fit"], "fit needs a run file"),
+        (["fit", "missing.yaml"], "missing.yaml does not exist"),
+        (["fit", "."], "is a folder, but a YAML file was expected"),
+        (["fit", "--resume"], "there is no run under runs/"),
+        (["fit", "--resume=gone"], "gone does not exist, so there is no config.yaml"),
+        (["plan"], "the following arguments are required: RUN.yaml"),
+        (["eval"], "the following arguments are required: CHECKPOINT"),
+        (["eval", "gone"], "gone does not exist, so there is no config.yaml"),
+        (["eval", "."], "does not lie in a run's folder"),
+        (["eval", "gone", "--dev=cpu"], "--dev is not an option. Did you mean --device?"),
+        (
+            ["eval", "gone", "--trainer.seed=3"],
+            "--trainer.seed is not an option. Valid here: --device, --precision",
+        ),
+        (["doctor", "me"], "unrecognized arguments: me"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_refused(cli: Cli, words: list[str], fragment: str) -> None:
+    _assert_refused(*cli(*words), fragment)
+
+
+def _config(folder: str) -> Any:
+    return strict_yaml.read_file(Path(folder) / "config.yaml").value
+
+
+def test_fit_trains_as_the_file_says_and_writes_what_it_resolved(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    code, _, _ = cli("fit", "run.yaml", "--trainer.max_steps", "3", "--optimizer.lr=3e-4")
+    assert code == 0
+    config = _config("done")
+    assert config["trainer"]["max_steps"] == 3
+    assert config["trainer"]["precision"] == "no"
+    assert config["optimizer"] == {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-4}}
+    assert [p.name for p in Path("done/checkpoints").iterdir() if not p.is_symlink()] == ["000003"]
+
+
+def test_the_resolved_run_fed_back_gives_the_same_weights(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml")[0] == 0
+    assert cli("fit", "done/config.yaml", "--trainer.run_dir=again")[0] == 0
+    assert _config("again") == {**_config("done"), "trainer": _config("again")["trainer"]}
+    first, second = (
+        policyfit.load(f"{folder}/checkpoints/last", device="cpu") for folder in ("done", "again")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_run_goes_on_from_its_folder_alone(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml")[0] == 0
+    assert cli("fit", "--resume=done", "--trainer.max_steps=4")[0] == 0
+    assert cli("fit", "run.yaml", "--resume", "--trainer.max_steps=5")[0] == 0
+    assert sorted(p.name for p in Path("done/checkpoints").iterdir() if not p.is_symlink())[-2:] == [
+        "000004",
+        "000005",
+    ]
+
+
+def test_fit_evaluates_in_the_environment_of_its_file(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env, episodes: 3, seed: 5}\n")
+    code, out, _ = cli("fit", "run.yaml")
+    assert code == 0
+    assert "success 3/3 = 100.0 %" in out
+    report = json.loads(Path("done/eval.json").read_text())
+    assert (report["episodes"], report["successes"], report["seeds"]) == (3, 3, [5, 6, 7])
+
+
+@pytest.mark.parametrize("place", ["done", "done/checkpoints/last", "done/checkpoints/000002"])
+def test_eval_takes_its_defaults_from_the_run_and_the_command_line_wins(cli: Cli, place: str) -> None:
+    Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env, episodes: 3}\n")
+    assert cli("fit", "run.yaml")[0] == 0
+    assert "success 3/3" in cli("eval", place)[1]
+    assert "success 2/2" in cli("eval", place, "--episodes=2", "--seed", "7", "--precision=bf16")[1]
+    code, _, err = cli("eval", place, "--device=cuda:99")
+    assert code == 2
+    assert "device='cuda:99' was requested" in err
+    code, _, err = cli("eval", place, "--episodes=0")
+    assert code == 2
+    assert "episodes must be a whole number of at least 1, got 0" in err
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "message"),
+    [
+        ("interrupt", 130, "Interrupted."),
+        ("fail", 1, "RuntimeError: the camera is gone"),
+        ("diverge", 1, "TrainingDiverged"),
+    ],
+)
+def test_a_run_that_ends_early_says_why_and_how_by_its_exit_code(
+    cli: Cli, mode: str, code: int, message: str
+) -> None:
+    Path("run.yaml").write_text(RUN)
+    found, _, err = cli("fit", "run.yaml", f"--policy.mode={mode}", "--trainer.max_skips=2")
+    assert found == code
+    assert message in err
+    assert "Traceback" not in err
+    assert ("Run again with --debug" in err) == (mode == "fail")
+
+
+@pytest.mark.parametrize("words", [["--policy.mode=fail"], ["--trainer.max_step=3"]])
+def test_debug_shows_the_traceback(cli: Cli, words: list[str]) -> None:
+    Path("run.yaml").write_text(RUN)
+    _, _, err = cli("fit", "run.yaml", "--debug", *words)
+    assert "Traceback (most recent call last)" in err
+    assert "Run again with --debug" not in err
+
+
+def test_plan_says_what_would_run_and_writes_nothing(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env}\n")
+    code, out, _ = cli("plan", "run.yaml", "--precision=bf16")
+    assert code == 0
+    assert "bf16" in out
+    code, out, _ = cli("plan", "run.yaml", "--json")
+    assert code == 0
+    assert json.loads(out)["device"]["chosen"] == "cpu"
+    assert [p.name for p in Path().iterdir()] == ["run.yaml"]
+
+
+def test_doctor_and_help_and_version_print_and_succeed(cli: Cli) -> None:
+    assert cli("--version") == (0, f"policyfit {policyfit.__version__}\n", "")
+    assert "torch" in cli("doctor")[1]
+    for words in (["--help"], ["fit", "--help"], ["plan", "--help"], ["eval", "--help"]):
+        code, out, err = cli(*words)
+        assert (code, err) == (0, "")
+        assert "usage: policyfit" in out
+    assert "examples:" in cli("--help")[1]
+
+
+def test_the_module_is_the_command_and_loads_little_for_its_version() -> None:
+    watch = (
+        "import runpy, sys; sys.argv = ['policyfit', '--version']\n"
+        "try: runpy.run_module('policyfit', run_name='__main__')\n"
+        "finally: print(sorted({'rich', 'yaml', 'jsonargparse', 'gymnasium', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, check=True)
+    assert done.stdout == f"policyfit {policyfit.__version__}\n[]\n"
