@@ -80,8 +80,8 @@ def _plan(request: argparse.Namespace) -> None:
 
     config = read_run(request.files, request.keys)
     with config.importable():
-        trainer, objects = _make(resolve(config))
-        plan = trainer.plan(**objects)
+        trainer, objects = _make(resolve(config), data=False)
+        plan = trainer.dry_run(**objects)
     print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
 
 
@@ -107,8 +107,8 @@ def _doctor(request: argparse.Namespace) -> None:
     print(main_text())
 
 
-def _make(run: Run) -> tuple[Trainer, dict[str, Any]]:
-    """The trainer, and what its ``fit`` takes. Seeded, so that a policy's first weights are the run's own."""
+def _make(run: Run, *, data: bool = True) -> tuple[Trainer, dict[str, Any]]:
+    """The trainer, and what its ``fit`` takes, or its ``dry_run`` without ``data``. Seeded, so that a policy's first weights are the run's own."""
     from .rng import seed_everything
 
     trainer: Trainer = run.trainer.build()
@@ -116,13 +116,14 @@ def _make(run: Run) -> tuple[Trainer, dict[str, Any]]:
     seed = run.config.values["trainer"]["seed"]
     if seed is not None:
         seed_everything(seed)
-    return trainer, {
+    objects = {
         "policy": run.build("policy"),
-        "train_data": run.build("data", "train"),
-        "val_data": run.build("data", "val"),
         "optimizer": run.maker("optimizer"),
         "schedule": run.maker("schedule"),
     }
+    if data:
+        objects |= {"train_data": run.build("data", "train"), "val_data": run.build("data", "val")}
+    return trainer, objects
 
 
 def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -> None:

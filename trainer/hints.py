@@ -18,10 +18,15 @@ YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Parameter(NamedTuple):
-    """One parameter: ``options`` are the members of its type hint, ``(Any,)`` where it has none."""
+    """One parameter; its hint is ``Any`` where it has none or none that can be resolved."""
 
-    options: tuple[Any, ...]
+    hint: Any
     default: Any
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The members of the hint."""
+        return options(self.hint)
 
     @property
     def required(self) -> bool:
@@ -40,7 +45,11 @@ def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     from jsonargparse._parameter_resolvers import get_signature_parameters
 
     found = get_signature_parameters(target, None, logger=False)
-    return {p.name: Parameter(options(p.annotation), p.default) for p in found}
+    unknown = (inspect.Parameter.empty, None)
+    return {
+        p.name: Parameter(Any if p.annotation in unknown or isinstance(p.annotation, str) else p.annotation, p.default)
+        for p in found
+    }
 
 
 def check(target: Callable[..., Any], values: Mapping[str, Any]) -> Any:
@@ -55,8 +64,8 @@ def check(target: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     known = parameters(target)
     typed = {name: copy.deepcopy(v) for name, v in values.items() if not _is_text(v, known[name].options)}
     parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode="text", add_help=False)
-    add = parser.add_class_arguments if isinstance(target, type) else parser.add_function_arguments
-    add(target, skip={name for name in known if name not in typed}, fail_untyped=False)
+    for name in typed:
+        parser.add_argument(f"--{name}", type=known[name].hint)
     return parser, parser.parse_object(typed, env=False)
 
 
@@ -67,9 +76,7 @@ def instantiate(target: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself; ``Any`` for a missing or unresolvable hint."""
-    if hint is inspect.Parameter.empty or isinstance(hint, str):
-        return (Any,)
+    """The members of a union, or the type itself."""
     if get_origin(hint) is Annotated:
         return options(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..callbacks.bf16_support import BF16Support
-from ..callbacks.callback import Callback
-from ..callbacks.checkpoint import Checkpoint
-from ..callbacks.metrics_log import MetricsLog
-from ..callbacks.progress import Progress
-from ..callbacks.scale_monitor import ScaleMonitor
-from ..callbacks.tf32 import TF32
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import ConfigError
-from ..strategies.facts import describe, tf32_support
+from ..strategies.facts import tf32_support
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .counters import Counters
 from .data import training_data, validation_loader
@@ -34,81 +26,11 @@ from .process import choose_threads
 from .resolve import Choice
 from .rng import seed_everything
 from .run import Intervals, Run
-from .update import MAILBOX_SIZE, NonFinite, Updater
+from .settings import Settings
+from .update import MAILBOX_SIZE, Updater
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """The constructor's plain values, each checked; meanings and units: ``Trainer``."""
-
-    tf32: bool | None
-    compile: bool
-    max_steps: int | None
-    max_epochs: int | None
-    batch_size: int
-    workers: int | Literal["auto"]
-    accumulate: int
-    clip_norm: float | None
-    clip_value: float | None
-    non_finite: NonFinite
-    max_skips: int
-    val_every: int | None
-    log_every: int | None
-    seed: int | None
-    deterministic: bool
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulate", "max_skips"):
-            whole(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("max_steps", "max_epochs", "val_every", "log_every"):
-            if getattr(self, name) is not None:
-                whole(f"trainer.{name}", getattr(self, name), 1)
-        if self.workers != "auto":
-            whole("trainer.workers", self.workers, 0, or_else="'auto' or ")
-        if self.seed is not None:
-            whole("trainer.seed", self.seed, 0)
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and (not _is_number(value) or not math.isfinite(value) or value <= 0):
-                raise ConfigError(f"trainer.{name} must be a number above 0, or None for no limit, got {value!r}.")
-        if self.non_finite not in ("skip", "raise", "off"):
-            raise ConfigError(f"trainer.non_finite must be 'skip', 'raise' or 'off', got {self.non_finite!r}.")
-        for name in ("compile", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"trainer.{name} must be true or false, got {getattr(self, name)!r}.")
-        if self.tf32 is not None and not isinstance(self.tf32, bool):
-            raise ConfigError(f"trainer.tf32 must be true, false or null, got {self.tf32!r}.")
-
-
-def whole(name: str, value: object, least: int, *, or_else: str = "") -> None:
-    """Refuse what is not a whole number of at least ``least``.
-
-    Raises:
-        ConfigError: Naming the setting as the user wrote it.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be {or_else}a whole number of at least {least}, got {value!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def all_callbacks(given: tuple[Callback, ...], *, tf32: bool | None, defaults: bool) -> list[Callback]:
-    """The user's callbacks between the defaults that prepare a run and those that record it.
-
-    A callback of the class of a default, or derived from it, takes that default's place.
-    """
-    before: list[Callback] = [TF32(tf32), BF16Support(), ScaleMonitor()] if defaults else [BF16Support()]
-    after: list[Callback] = [Checkpoint(), MetricsLog(), Progress()] if defaults else []
-
-    def missing(candidates: list[Callback]) -> list[Callback]:
-        return [c for c in candidates if not any(isinstance(g, type(c)) for g in given)]
-
-    return [*missing(before), *given, *missing(after)]
 
 
 Choices = tuple[Choice[DeviceStrategy], Choice[PrecisionStrategy], Choice[DistributionStrategy]]
@@ -138,15 +60,12 @@ def prepare(
     Returns:
         The run, and the number of CPU threads it is to have (``None``: torch's choice).
     """
-    device, precision, distribution = choices[0].value, choices[1].value, choices[2].value
-    adapter = adapt(policy)
-    parameters = trainable(policy)
-    check_parameters(policy.named_parameters())
+    device, distribution = choices[0].value, choices[2].value
+    adapter = _checked(policy)
     if seed is None:
         seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
     if settings.seed is not None:
         seed_everything(seed)
-
     source = train_data if train_data is not None else adapter.own_data("train_dataloader")
     if source is None:
         raise ConfigError(
@@ -167,45 +86,25 @@ def prepare(
     if fresh:
         _set_statistics(policy, data.stats)
     validation = _validation(adapter, val_data, settings, device)
-
-    device.setup()
-    distribution.setup(device.device)
-    policy.to(device.device)
-    policy.train()
-    if settings.compile:
-        policy.compile()
-    adapter.module = distribution.wrap(policy)
-    precision.setup(device.device)
-    optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
-    forms = [prepare_optimizer(o, switch=True) for o in optimizers]
-
-    intervals = _intervals(settings, plan)
-    threads, why_threads = choose_threads(device.device.type, sum(p.numel() for p in parameters), os.environ)
-    for what, asked, chosen, reason in (
-        ("device", choices[0].asked, choices[0].chosen, choices[0].reason),
-        ("precision", choices[1].asked, choices[1].chosen, choices[1].reason),
-        ("distribution", choices[2].asked, choices[2].chosen, choices[2].reason),
-    ):
-        plan.add(what, asked, chosen, reason)
-    tf32 = tf32_support(device.device, trainer.facts)
-    plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32.native), tf32.reason)
-    plan.add("optimizer", "" if optimizer is None else "the run's", ", ".join(forms), origin)
-    plan.add("schedule", "" if schedule is None else "the run's", _schedule_words(schedules))
-    plan.add("policy", "", f"{type(policy).__name__}, {sum(p.numel() for p in parameters):,} trainable parameters",
-             f"{adapter.dialect} dialect")  # fmt: skip
-    plan.add("data", "", _data_words(data, settings), f"resume is not exact: {data.not_exact}" if data.not_exact else
-             "order is a function of seed, epoch and index; resume is exact")  # fmt: skip
+    parts = _assemble(trainer, adapter, settings, choices, optimizer, schedule, plan)
+    plan.add(
+        "data",
+        "",
+        _data_words(data, settings),
+        f"resume is not exact: {data.not_exact}"
+        if data.not_exact
+        else "order is a function of seed, epoch and index; resume is exact",
+    )
     plan.add("seed", settings.seed, seed, "" if settings.seed is not None else "drawn for the data's order")
-    plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
     plan.notes += data.notes
 
     counters = Counters()
     updater = Updater(
         trainer,
         policy,
-        optimizers=optimizers,
-        schedules=schedules,
-        precision=precision,
+        optimizers=parts.optimizers,
+        schedules=parts.schedules,
+        precision=choices[1].value,
         distribution=distribution,
         mailbox=device.mailbox(MAILBOX_SIZE),
         counters=counters,
@@ -220,20 +119,91 @@ def prepare(
         trainer=trainer,
         adapter=adapter,
         device=device,
-        precision=precision,
+        precision=choices[1].value,
         distribution=distribution,
         data=data,
         validation_data=validation,
-        schedules=schedules,
+        schedules=parts.schedules,
         updater=updater,
         callbacks=trainer.callbacks,
         counters=counters,
-        intervals=intervals,
+        intervals=_intervals(settings, plan),
         seed=seed,
         accumulate=settings.accumulate,
         emit=emit,
     )
-    return run, threads
+    return run, parts.threads
+
+
+def dry_run(
+    trainer: Trainer,
+    policy: nn.Module,
+    *,
+    settings: Settings,
+    choices: Choices,
+    optimizer: OptimizerFactory | None,
+    schedule: ScheduleFactory | None,
+    plan: Plan,
+) -> None:
+    """Take every decision of a run that needs no data, and write it into ``plan``."""
+    _assemble(trainer, _checked(policy), settings, choices, optimizer, schedule, plan)
+    seed = "drawn at the start" if settings.seed is None else settings.seed
+    plan.add("seed", settings.seed, seed)
+    _intervals(settings, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a run has besides its data; ``threads`` is ``None`` for torch's choice."""
+
+    optimizers: list[Optimizer]
+    schedules: list[Schedule]
+    threads: int | None
+
+
+def _checked(policy: nn.Module) -> PolicyAdapter:
+    """The adapter of a policy that can be trained."""
+    adapter = adapt(policy)
+    trainable(policy)
+    check_parameters(policy.named_parameters())
+    return adapter
+
+
+def _assemble(
+    trainer: Trainer,
+    adapter: PolicyAdapter,
+    settings: Settings,
+    choices: Choices,
+    optimizer: OptimizerFactory | None,
+    schedule: ScheduleFactory | None,
+    plan: Plan,
+) -> _Parts:
+    """Bring the policy to its device, prove the precision there, and build what moves the weights."""
+    device, precision, distribution = choices[0].value, choices[1].value, choices[2].value
+    policy = adapter.policy
+    device.setup()
+    distribution.setup(device.device)
+    policy.to(device.device)
+    policy.train()
+    if settings.compile:
+        policy.compile()
+    adapter.module = distribution.wrap(policy)
+    precision.setup(device.device)
+    optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
+    forms = [prepare_optimizer(o, switch=True) for o in optimizers]
+
+    size = sum(p.numel() for p in trainable(policy))
+    threads, why_threads = choose_threads(device.device.type, size, os.environ)
+    tf32 = tf32_support(device.device, trainer.facts)
+    plan.add("device", choices[0].asked, choices[0].chosen, choices[0].reason)
+    plan.add("precision", choices[1].asked, choices[1].chosen, choices[1].reason)
+    plan.add("distribution", choices[2].asked, choices[2].chosen, choices[2].reason)
+    plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32.native), tf32.reason)
+    plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
+    plan.add("policy", "", f"{type(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
+    plan.add("optimizer", "", ", ".join(forms), origin)
+    plan.add("schedule", "", _schedule_words(schedules))
+    return _Parts(optimizers, schedules, threads)
 
 
 def prepare_validation(

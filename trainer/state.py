@@ -13,9 +13,9 @@ from torch import Tensor
 from ..strategies.errors import CheckpointError, ConfigError
 from .checkpoint import CheckpointState, read_checkpoint
 from .counters import Counters
-from .prepare import Settings
 from .rng import capture as capture_streams
 from .run import Run
+from .settings import Settings
 
 Saved = CheckpointState
 
@@ -66,8 +66,8 @@ def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
         before = manifest.get("data", {}).get(name)
         if before != value:
             raise ConfigError(
-                f"The run that {checkpoint} belongs to had {name}={before}, and now it is {value}: the samples after "
-                "the checkpoint would not be those of the run.\nKeep it as it was, or start a new run in another run_dir."
+                f"The run that {checkpoint} belongs to had {name}={before}, and now it is {value}: the samples "
+                "after the checkpoint would not be those of the run.\nKeep it as it was, or start a new run in another run_dir."
             )
     load_policy(run.policy, saved.model, checkpoint)
     for what, mine, theirs in (

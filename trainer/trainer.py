@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,32 +13,31 @@ import torch
 from torch import nn
 
 from ..callbacks.callback import Callback, CallbackList
+from ..callbacks.defaults import with_defaults
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import CallbackError, ConfigError
-from ..strategies.facts import MachineFacts, probe
+from ..strategies.errors import CallbackError
+from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.scaler import GradScalerConfig
 from . import state
 from .checkpoint import delete_checkpoint, newest_checkpoint, point_last_at, whole_checkpoints, write_checkpoint
-from .counters import Counters
 from .loop import train
 from .optimizer import OptimizerFactory, ScheduleFactory
 from .plan import Plan
-from .prepare import Settings, all_callbacks, prepare, prepare_validation, whole
-from .process import process_state
+from .prepare import dry_run, prepare, prepare_validation
+from .process import choose_threads, process_state
 from .resolve import resolve_device, resolve_distribution, resolve_precision
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
 from .run_dir import check_free, new_run_dir, newest_run
-from .update import NonFinite, Outcome
+from .settings import NonFinite, Settings, whole
 from .validation import validate
+from .view import RunView
 
-Status = Literal["new", "running", "completed", "stopped", "interrupted", "failed"]
 
-
-class Trainer:
+class Trainer(RunView):
     """Trains a robot policy on the device and in the precision that it was asked for, or says why not.
 
     Args:
@@ -118,137 +118,20 @@ class Trainer:
             seed=seed,
             deterministic=deterministic,
         )
-        self.facts: MachineFacts = probe()
+        self.facts = probe()
         self._device = resolve_device(device, self.facts)
         self._precision = resolve_precision(precision, self._device.value.device, self.facts, grad_scaler)
         self._distribution = resolve_distribution(distributed, self.facts)
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._loggers = tuple(loggers)
-        self.callbacks = CallbackList(all_callbacks(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
-        self._metrics: dict[str, float] = {}
+        self.callbacks = CallbackList(with_defaults(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
+        self._metrics = {}
         self._collect: Callable[[str, Any], None] | None = None
-        self._run: Run | None = None
+        self._run = None
         self._plan = Plan()
-        self._status: Status = "new"
+        self._status = "new"
         #: The run as resolved, written to ``config.yaml``; the command line sets it, else the trainer describes itself.
         self.config: dict[str, Any] | None = None
-
-    # What a run is made of, for callbacks: read only ----------------------------------------------------------
-
-    @property
-    def device(self) -> DeviceStrategy:
-        """The device strategy."""
-        return self._device.value
-
-    @property
-    def precision(self) -> PrecisionStrategy:
-        """The precision strategy."""
-        return self._precision.value
-
-    @property
-    def distribution(self) -> DistributionStrategy:
-        """The distribution strategy."""
-        return self._distribution.value
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes and prints."""
-        return self.distribution.is_main
-
-    @property
-    def plan(self) -> Plan:
-        """What the run does and why."""
-        return self._plan
-
-    @property
-    def status(self) -> Status:
-        """Where the last run stands: it is running, or how it ended."""
-        return self._status
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run was stopped; ``None`` if nobody asked."""
-        return None if self._run is None else self._run.stop_reason
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The last known value of every metric, by name."""
-        return self._metrics
-
-    @property
-    def max_steps(self) -> int | None:
-        """Steps that the run is to make."""
-        return self._settings.max_steps if self._run is None else self._run.intervals.max_steps
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Epochs that the run is to make."""
-        return self._settings.max_epochs if self._run is None else self._run.intervals.max_epochs
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """Micro-batches in an epoch; ``None`` where the data does not say."""
-        return None if self._run is None else self._run.data.batches_per_epoch
-
-    @property
-    def run_dir(self) -> Path:
-        """The folder of the run."""
-        return self._active.run_dir
-
-    @property
-    def resumed_step(self) -> int:
-        """The step at which the run was taken up; 0 for a fresh one."""
-        return self._active.resumed_step
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the run."""
-        return self._active.updater.optimizers
-
-    # Counters: asking settles the last update ------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Updates that landed (Lightning's ``global_step``). Settles the last update."""
-        return self._settled.step
-
-    @property
-    def skipped(self) -> int:
-        """Updates that were skipped. Settles the last update."""
-        return self._settled.skipped
-
-    @property
-    def updates(self) -> int:
-        """Updates that landed or were skipped. Settles the last update."""
-        return self._settled.updates
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """What became of the last update, settled by asking; ``None`` before the first."""
-        return None if self._run is None else self._run.updater.outcome
-
-    @property
-    def micro_batches(self) -> int:
-        """Draws from the loader."""
-        return 0 if self._run is None else self._run.counters.micro_batches
-
-    @property
-    def epoch(self) -> int:
-        """The pass over the data under way, from 0."""
-        return 0 if self._run is None else self._run.counters.epoch
-
-    @property
-    def _settled(self) -> Counters:
-        if self._run is None:
-            return Counters()
-        self._run.updater.settle()
-        return self._run.counters
-
-    @property
-    def _active(self) -> Run:
-        if self._run is None:
-            raise CallbackError("There is no run yet: this is known from fit() on.")
-        return self._run
 
     # Training ---------------------------------------------------------------------------------------------------
 
@@ -423,6 +306,26 @@ class Trainer:
 
     # Without training -------------------------------------------------------------------------------------------
 
+    def dry_run(
+        self,
+        policy: nn.Module,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        schedule: ScheduleFactory | None = None,
+    ) -> Plan:
+        """The plan of a run with this policy, as far as it goes without data; moves the policy to its device."""
+        self._plan = Plan()
+        dry_run(
+            self,
+            policy,
+            settings=self._settings,
+            choices=(self._device, self._precision, self._distribution),
+            optimizer=optimizer,
+            schedule=schedule,
+            plan=self._plan,
+        )
+        return self._plan
+
     def validate(self, policy: nn.Module, val_data: Any = None) -> dict[str, float]:
         """The ``val/...`` means of ``policy`` over ``val_data``, or over its own ``val_dataloader()``."""
         adapter, data = prepare_validation(policy, val_data, self._settings, self.device)
@@ -474,8 +377,11 @@ class Trainer:
         self.device.setup()
         policy.to(self.device.device)
         self.precision.setup(self.device.device)
-        try:
-            self.callbacks.call("setup", self, policy, stage)
-            yield
-        finally:
-            self.callbacks.call("teardown", self, policy, stage)
+        size = sum(p.numel() for p in policy.parameters())
+        threads, _ = choose_threads(self.device.device.type, size, os.environ)
+        with process_state(deterministic=self._settings.deterministic, threads=threads):
+            try:
+                self.callbacks.call("setup", self, policy, stage)
+                yield
+            finally:
+                self.callbacks.call("teardown", self, policy, stage)

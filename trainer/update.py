@@ -11,7 +11,7 @@ when they are used and the weights are still those after the predecessor when it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from ..strategies.mailbox import Mailbox
 from ..strategies.precision import PrecisionStrategy
 from .counters import Counters
 from .optimizer import Schedule, lands_on_the_device
+from .settings import NonFinite
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-NonFinite = Literal["skip", "raise", "off"]
 MAILBOX_SIZE = 4  # skip, non_finite, norm, scale
 
 
@@ -151,9 +151,7 @@ class Updater:
         if self._guard:
             self._distribution.reduce_max(self._flags)
         self._clip(gradients, norm)
-        if not self._guard:
-            self._step_all()
-        elif self._on_device:
+        if not self._guard or self._on_device:
             self._step_all()
         else:
             self._mailbox.send()
@@ -276,10 +274,11 @@ class Updater:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         scale = "" if outcome.scale is None else f", loss scale {outcome.scale:g}"
         raise kind(
-            f"Update {outcome.update} (after step {outcome.step}{scale}) was skipped: {_REASONS[outcome.reason or '']}, "
-            f"{why}.\n" + (f"Non-finite gradient norms: {shown}.\n" if names else "") + "The weights are those before "
-            "it. Look at the loss and the data of this update; a lower learning rate or clip_norm helps when the loss "
-            "grew before it, and non_finite='skip' with a higher max_skips tolerates more."
+            f"Update {outcome.update} (after step {outcome.step}{scale}) was skipped: "
+            f"{_REASONS[outcome.reason or '']}, {why}.\n"
+            f"{f'Non-finite gradient norms: {shown}.' if names else 'No gradient norm was kept.'}\n"
+            "The weights are those before it. Look at the loss and the data of this update; a lower learning rate or "
+            "clip_norm helps when the loss grew before it, and non_finite='skip' with a higher max_skips tolerates more."
         )
 
     def _check_buffers(self) -> None:

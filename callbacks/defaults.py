@@ -1,0 +1,25 @@
+"""Which callbacks a run has when nobody says otherwise, and in which order."""
+
+from __future__ import annotations
+
+from .bf16_support import BF16Support
+from .callback import Callback
+from .checkpoint import Checkpoint
+from .metrics_log import MetricsLog
+from .progress import Progress
+from .scale_monitor import ScaleMonitor
+from .tf32 import TF32
+
+
+def with_defaults(given: tuple[Callback, ...], *, tf32: bool | None, defaults: bool) -> list[Callback]:
+    """The user's callbacks between the defaults that prepare a run and those that record it.
+
+    A callback of the class of a default, or derived from it, takes that default's place.
+    """
+    before: list[Callback] = [TF32(tf32), BF16Support(), ScaleMonitor()] if defaults else [BF16Support()]
+    after: list[Callback] = [Checkpoint(), MetricsLog(), Progress()] if defaults else []
+
+    def missing(candidates: list[Callback]) -> list[Callback]:
+        return [c for c in candidates if not any(isinstance(g, type(c)) for g in given)]
+
+    return [*missing(before), *given, *missing(after)]
