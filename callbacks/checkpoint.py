@@ -130,13 +130,13 @@ class Checkpoint(Callback):
         return value < best if self.mode == "min" else value > best
 
     def _save(self, trainer: Trainer) -> None:
-        saved = trainer.save_checkpoint()
+        trainer.save_checkpoint()
         self._saved_step, self._saved_at = trainer.step, time.monotonic()
         if self.keep is None:
             return
         whole = trainer.checkpoints()
         last = (trainer.run_dir / "checkpoints" / "last").resolve()
-        kept = {path.name for path in whole[-self.keep :]} | {saved.name, last.name}
+        kept = {path.name for path in whole[-self.keep :]} | {last.name}
         if self._best is not None:
             kept.add(self._best["path"])
         for path in whole:

@@ -67,11 +67,19 @@ def _fit(request: argparse.Namespace) -> None:
     config = read_run(_files(request), request.keys)
     with config.importable():
         run = resolve(config)
-        trainer, objects = _make(run)
-        trainer.fit(**objects, resume=request.resume)
+        trainer = _seeded_trainer(run)
+        policy = run.build("policy")
+        trainer.fit(
+            policy,
+            run.build("data", "train"),
+            run.build("data", "val"),
+            optimizer=run.maker("optimizer"),
+            schedule=run.maker("schedule"),
+            resume=request.resume,
+        )
         env = run.build("eval", "env")
         if env is not None:
-            report = trainer.evaluate(objects["policy"], env, **run.evaluation)
+            report = trainer.evaluate(policy, env, **run.evaluation)
             _report(report, trainer, trainer.run_dir / "eval.json")
 
 
@@ -80,8 +88,9 @@ def _plan(request: argparse.Namespace) -> None:
 
     config = read_run(request.files, request.keys)
     with config.importable():
-        trainer, objects = _make(resolve(config), data=False)
-        plan = trainer.dry_run(**objects)
+        run = resolve(config)
+        trainer = _seeded_trainer(run)
+        plan = trainer.dry_run(run.build("policy"), optimizer=run.maker("optimizer"), schedule=run.maker("schedule"))
     print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
 
 
@@ -107,23 +116,15 @@ def _doctor(request: argparse.Namespace) -> None:
     print(main_text())
 
 
-def _make(run: Run, *, data: bool = True) -> tuple[Trainer, dict[str, Any]]:
-    """The trainer, and what its ``fit`` takes, or its ``dry_run`` without ``data``. Seeded, so that a policy's first weights are the run's own."""
+def _seeded_trainer(run: Run) -> Trainer:
+    """The trainer; what is built after it, such as the policy's first weights, comes from the run's seed."""
     from .rng import seed_everything
 
     trainer: Trainer = run.trainer.build()
     trainer.config = run.config.values
-    seed = run.config.values["trainer"]["seed"]
-    if seed is not None:
-        seed_everything(seed)
-    objects = {
-        "policy": run.build("policy"),
-        "optimizer": run.maker("optimizer"),
-        "schedule": run.maker("schedule"),
-    }
-    if data:
-        objects |= {"train_data": run.build("data", "train"), "val_data": run.build("data", "val")}
-    return trainer, objects
+    if trainer.config["trainer"]["seed"] is not None:
+        seed_everything(trainer.config["trainer"]["seed"])
+    return trainer
 
 
 def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -> None:
@@ -151,9 +152,7 @@ def _config_of(path: Path) -> Path:
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
     found = "does not lie in a run's folder" if path.exists() else "does not exist"
-    raise ConfigError(
-        f"{path} {found}, so there is no config.yaml.\nGive a run's folder, or RUN_DIR/checkpoints/STEP."
-    )
+    raise ConfigError(f"{path} {found}, so there is no config.yaml.\nGive a run's folder, or RUN_DIR/checkpoints/STEP.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -165,9 +164,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     from .. import __version__
 
     layout = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        "policyfit", description="Train robot policies.", epilog=EXAMPLES, formatter_class=layout
-    )
+    parser = _Parser("policyfit", description="Train robot policies.", epilog=EXAMPLES, formatter_class=layout)
     parser.add_argument("--version", action="version", version=f"policyfit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -179,9 +176,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     fit = command("fit", _fit, "Train as a run file says.", KEYS)
     fit.add_argument("files", nargs="*", metavar="RUN.yaml", help="later files win over earlier ones")
-    fit.add_argument(
-        "--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last"
-    )
+    fit.add_argument("--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last")
     plan = command("plan", _plan, "Say what a run file would run, and why.", KEYS)
     plan.add_argument("files", nargs="+", metavar="RUN.yaml")
     plan.add_argument("--json", action="store_true", help="for programs")
@@ -198,9 +193,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(own, argparse.Namespace(keys=keys))
 
 
-def _split(
-    arguments: list[str], options: list[str], *, takes_keys: bool
-) -> tuple[list[str], list[tuple[str, str]]]:
+def _split(arguments: list[str], options: list[str], *, takes_keys: bool) -> tuple[list[str], list[tuple[str, str]]]:
     """The command's own arguments, and the ``--section.key=VALUE`` or ``--section.key VALUE`` pairs."""
     own: list[str] = []
     keys: list[tuple[str, str]] = []
@@ -210,9 +203,7 @@ def _split(
         if not option.startswith("--") or option in options:
             own.append("--resume=last" if argument == "--resume" else argument)
             continue
-        near = [o for o in options if o.startswith(option)] or get_close_matches(
-            option, options, n=1, cutoff=0.8
-        )
+        near = [o for o in options if o.startswith(option)] or get_close_matches(option, options, n=1, cutoff=0.8)
         if near or not takes_keys:
             advice = f"Did you mean {near[0]}?" if near else f"Valid here: {', '.join(options)}."
             raise ConfigError(f"{option} is not an option. {advice}")
@@ -228,9 +219,7 @@ def _show(error: Exception, *, known: bool) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    text = "\n".join(
-        [str(error) if known else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    )
+    text = "\n".join([str(error) if known else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     console = Console(stderr=True)
     if not console.is_terminal:  # a log keeps its lines whole, so that they can be searched
         console.width = max(console.width, *(len(line) + 4 for line in text.splitlines()), 0)

@@ -133,47 +133,44 @@ def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] =
         config = _lay_over(config, document.value, document.marks)
         folder = Path(file).resolve().parent
         named = document.value.get("code")
-        if named is not None and not (
-            isinstance(named, list) and all(isinstance(entry, str) for entry in named)
-        ):
+        named = ["."] if named is None else named
+        if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
             raise config.fault(("code",), f"code must be a list of folders, got {named!r}.")
-        code += [str(folder / entry) for entry in ("." if named is None else named)]
+        code += [str((folder / entry).resolve()) for entry in named]
     for key, text in overrides:
         path, overlay = _override(config, key, strict_yaml.read_word(text, f"--{key}={text}"))
         config = _lay_over(config, overlay, {path: Mark("command line")})
     return RunConfig({**config.values, "code": list(dict.fromkeys(code))}, config.marks)
 
 
-def resolve(config: RunConfig, trainer_class: type | None = None) -> Run:
+def resolve(config: RunConfig) -> Run:
     """Check every section against its classes; the result's config has the trainer's defaults written out.
 
     Raises:
         ConfigError: A class does not exist or does not belong where it stands; an argument is unknown, missing
             or of the wrong type; or a launcher's environment asks for another precision.
     """
-    trainer_class = trainer_class or _trainer()
-    values = _sections(config, trainer_class)
-    trainer = bind(("trainer",), trainer_class, values["trainer"], config.fault)
-    values["trainer"] = _defaults(trainer_class) | trainer.values
+    from .trainer import Trainer
+
+    values = _sections(config)
+    trainer = bind(("trainer",), Trainer, values["trainer"], config.fault)
+    values["trainer"] = _defaults() | trainer.values
     _check_launcher(values["trainer"]["precision"])
+    fill = {} if trainer.values.get("max_steps") is None else {"total_steps": trainer.values["max_steps"]}
     recipes: dict[tuple[str, ...], Recipe] = {}
-    steps = values["trainer"].get("max_steps")
     for path, slot in CLASSES.items():
         *outer, key = path
         section = values[outer[0]] if outer else values
         spec = section.get(key)
-        fill = {"total_steps": steps} if path == ("schedule",) and steps is not None else {}
         if spec is not None:
-            recipes[path] = read_recipe(path, spec, slot, config.fault, fill)
+            recipes[path] = read_recipe(path, spec, slot, config.fault, fill if path == ("schedule",) else {})
             section[key] = {**spec, "init_args": recipes[path].values}
     if ("policy",) not in recipes:
         raise ConfigError("The section policy is missing: a run needs policy: {class_path: module.Class}.")
     if values["eval"]:
         values["eval"] = _evaluation(config, values["eval"])
-    resolved = RunConfig(
-        {key: value for key, value in values.items() if value not in (None, {})}, config.marks
-    )
-    return Run(resolved, trainer, recipes)
+    said = {key: value for key, value in values.items() if value not in (None, {})}
+    return Run(RunConfig(said, config.marks), trainer, recipes)
 
 
 def build_policy(config: RunConfig) -> nn.Module:
@@ -183,21 +180,21 @@ def build_policy(config: RunConfig) -> nn.Module:
         ConfigError: The run names no policy, or it cannot be built.
     """
     with config.importable():
-        policy: nn.Module = read_recipe(
-            ("policy",), config.values.get("policy"), POLICY, config.fault
-        ).build()
+        policy: nn.Module = read_recipe(("policy",), config.values.get("policy"), POLICY, config.fault).build()
         return policy
 
 
-def resolve_evaluation(config: RunConfig, trainer_class: type | None = None) -> Run:
+def resolve_evaluation(config: RunConfig) -> Run:
     """What an evaluation needs of a run: its environment, and a trainer as far as that concerns acting.
 
     Raises:
         ConfigError: The run names no environment, or a setting is not what it must be.
     """
-    values = _sections(config, trainer_class or _trainer())
+    from .trainer import Trainer
+
+    values = _sections(config)
     settings = {name: values["trainer"][name] for name in ACTING if name in values["trainer"]}
-    trainer = bind(("trainer",), trainer_class or _trainer(), settings, config.fault)
+    trainer = bind(("trainer",), Trainer, settings, config.fault)
     values["eval"] = _evaluation(config, values["eval"])
     env = read_recipe(("eval", "env"), values["eval"]["env"], ENVIRONMENT, config.fault)
     return Run(RunConfig(values, config.marks), trainer, {("eval", "env"): env})
@@ -248,19 +245,19 @@ def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[st
     return path, overlay
 
 
-def _sections(config: RunConfig, trainer_class: type) -> dict[str, Any]:
+def _sections(config: RunConfig) -> dict[str, Any]:
     """A copy of the values in which every section that must be a mapping is one, and no other is there."""
+    from .trainer import Trainer
+
     values = copy.deepcopy(config.values)
     for section in ("data", "trainer", "eval"):
         if values.get(section) is None:
             values[section] = {}
         if not isinstance(values[section], dict):
-            raise config.fault(
-                (section,), f"{section} must be a mapping of keys to values, got {values[section]!r}."
-            )
+            raise config.fault((section,), f"{section} must be a mapping of keys to values, got {values[section]!r}.")
     for key in values:
         if key not in (*SECTIONS, "code"):
-            places = {name: f"trainer.{name}" for name in parameters(trainer_class)} | {s: s for s in SECTIONS}
+            places = {name: f"trainer.{name}" for name in parameters(Trainer)} | {s: s for s in SECTIONS}
             near = nearest(str(key), places)
             advice = f" Did you mean {places[near]}?" if near else ""
             raise unknown_key((key,), SECTIONS, config.fault, advice)
@@ -272,12 +269,6 @@ def _sections(config: RunConfig, trainer_class: type) -> dict[str, Any]:
     return values
 
 
-def _trainer() -> type:
-    from .trainer import Trainer
-
-    return Trainer
-
-
 def _evaluation(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``eval``, checked, with the defaults of what it leaves out."""
     section = asdict(_Evaluation(**bind(("eval",), _Evaluation, values, config.fault).values))
@@ -286,13 +277,13 @@ def _evaluation(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
-def _defaults(trainer_class: type) -> dict[str, Any]:
+def _defaults() -> dict[str, Any]:
     """The trainer's defaults, as far as a file can say them."""
-    defaults = {name: parameter.default for name, parameter in parameters(trainer_class).items()}
+    from .trainer import Trainer
+
+    defaults = {name: parameter.default for name, parameter in parameters(Trainer).items()}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    return {
-        name: value for name, value in plain.items() if isinstance(value, str | int | float | list | None)
-    }
+    return {name: value for name, value in plain.items() if isinstance(value, str | int | float | list | None)}
 
 
 def _check_launcher(precision: Any) -> None:

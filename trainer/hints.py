@@ -65,14 +65,17 @@ def check(target: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     typed = {name: copy.deepcopy(v) for name, v in values.items() if not _is_text(v, known[name].options)}
     parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode="text", add_help=False)
     for name in typed:
-        parser.add_argument(f"--{name}", type=known[name].hint)
+        try:
+            parser.add_argument(f"--{name}", type=known[name].hint)
+        except ValueError:  # a hint that it cannot check, such as a TypeVar: the class itself has to
+            parser.add_argument(f"--{name}", type=Any)
     return parser, parser.parse_object(typed, env=False)
 
 
 def instantiate(target: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for ``target``: values in their types, and the objects among them made."""
     parser, parsed = check(target, values)
-    return {**values, **vars(parser.instantiate(parsed))}
+    return {**values, **parser.instantiate(parsed).as_dict()}
 
 
 def options(hint: Any) -> tuple[Any, ...]:

@@ -79,9 +79,7 @@ class Recipe:
         return str(self.fault(at, message if known else f"{dotted(self.path)}: {message}"))
 
 
-def read_recipe(
-    path: KeyPath, spec: Any, slot: Slot, fault: Fault, fill: Mapping[str, Any] | None = None
-) -> Recipe:
+def read_recipe(path: KeyPath, spec: Any, slot: Slot, fault: Fault, fill: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe that ``spec`` (a class path, or a mapping with ``class_path``) describes.
 
     ``fill`` holds arguments that the run need not give; those that the class takes are used.
@@ -101,9 +99,7 @@ def read_recipe(
             inside = f"\nArguments of the class go under {dotted(path)}.init_args." if key in known else ""
             raise unknown_key((*path, key), SPEC_KEYS, fault, inside)
     if isinstance(target, type) and not slot.accepts(target):
-        raise fault(
-            (*path, "class_path"), f"{dotted(path)} must be {slot.kind}, but {name_of(target)} is not one."
-        )
+        raise fault((*path, "class_path"), f"{dotted(path)} must be {slot.kind}, but {name_of(target)} is not one.")
     arguments, extra = _mapping(path, "init_args", spec, fault), _mapping(path, "dict_kwargs", spec, fault)
     for name, value in (fill or {}).items():
         if name in known and arguments.get(name) is None:
@@ -160,7 +156,7 @@ def dotted(path: KeyPath) -> str:
 
 def name_of(target: Any) -> str:
     """Module and name of a class or function."""
-    return f"{target.__module__}.{target.__qualname__}"
+    return f"{target.__module__}.{getattr(target, '__qualname__', target)}"
 
 
 def _mapping(path: KeyPath, key: str, spec: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
@@ -212,22 +208,12 @@ def _nested(path: KeyPath, options: tuple[Any, ...], spec: Mapping[str, Any], fa
     """The spec of an object that is an argument of another."""
     if hints.takes_a_maker(options):
         target = _import((*path, "class_path"), spec["class_path"], fault)
-        return {
-            **spec,
-            "init_args": _check(
-                (*path, "init_args"), target, _mapping(path, "init_args", spec, fault), fault, partial=True
-            ),
-        }
+        arguments = _mapping(path, "init_args", spec, fault)
+        return {**spec, "init_args": _check((*path, "init_args"), target, arguments, fault, partial=True)}
     classes = [option for option in options if isinstance(option, type) and option not in (NoneType, str)]
     slot = ANYTHING
-    if (
-        classes
-        and not any(getattr(option, "_is_protocol", False) for option in classes)
-        and Any not in options
-    ):
-        slot = Slot(
-            " or ".join(f"a {option.__name__}" for option in classes), lambda c: issubclass(c, tuple(classes))
-        )
+    if classes and not any(getattr(option, "_is_protocol", False) for option in classes) and Any not in options:
+        slot = Slot(" or ".join(f"a {option.__name__}" for option in classes), lambda c: issubclass(c, tuple(classes)))
     return {**spec, "init_args": read_recipe(path, spec, slot, fault).values}
 
 
@@ -257,15 +243,13 @@ def _import(path: KeyPath, name: Any, fault: Fault) -> Any:
     """What ``module.Class`` names: a class or a function."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise fault(
-            path, f"{dotted(path)} must be written module.Class, as torch.optim.AdamW is, got {name!r}."
-        )
+        raise fault(path, f"{dotted(path)} must be written module.Class, as torch.optim.AdamW is, got {name!r}.")
     found, rest = _import_module(path, parts, fault)
     for part in rest:
         if not hasattr(found, part):
             near = nearest(part, dir(found))
             hint = f" Did you mean {near}?" if near else ""
-            raise fault(path, f"{dotted(path)}: {found.__name__} holds no {part}.{hint}")
+            raise fault(path, f"{dotted(path)}: {getattr(found, '__name__', found)} holds no {part}.{hint}")
         found = getattr(found, part)
     if not callable(found):
         raise fault(path, f"{dotted(path)}: {name} is neither a class nor a function, but {found!r}.")

@@ -101,9 +101,7 @@ def read_text(text: str, name: str) -> Document:
             if depth > DEEPEST:
                 raise ConfigError(f"{_mark(event, name)}: more than {DEEPEST} levels are nested here.")
             if getattr(event, "tag", None) is not None:
-                raise ConfigError(
-                    f"{_mark(event, name)}: tags ({event.tag}) are not supported; leave it out."
-                )
+                raise ConfigError(f"{_mark(event, name)}: tags ({event.tag}) are not supported; leave it out.")
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
@@ -194,9 +192,7 @@ class _Builder:
     def value(self, node: Any, path: KeyPath) -> Any:
         self._count += 1
         if self._count > LARGEST_DOCUMENT:
-            raise self._error(
-                node, f"the file holds more than {LARGEST_DOCUMENT} values, counting each alias."
-            )
+            raise self._error(node, f"the file holds more than {LARGEST_DOCUMENT} values, counting each alias.")
         if node.id == "scalar":
             return self._scalar(node)
         if any(node is outer for outer in self._open):
@@ -211,9 +207,7 @@ class _Builder:
         for key_node, value_node in node.value:
             key = self._scalar(key_node) if key_node.id == "scalar" else None
             if key == "<<" and _plain(key_node):
-                raise self._error(
-                    key_node, "merge keys (<<) are not supported; write the keys out, or use two files."
-                )
+                raise self._error(key_node, "merge keys (<<) are not supported; write the keys out, or use two files.")
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise self._error(key_node, "a key must be a word or a whole number. Write it in quotes.")
             if key in mapping:

@@ -312,19 +312,13 @@ def _assert_refused(code: int, out: str, err: str, fragment: str) -> None:
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "fragment"), IN_THE_FILE, ids=[fragment[-40:] for _, fragment in IN_THE_FILE]
-)
-def test_a_file_that_cannot_be_meant_is_refused_before_anything_starts(
-    cli: Cli, text: str, fragment: str
-) -> None:
+@pytest.mark.parametrize(("text", "fragment"), IN_THE_FILE, ids=[fragment[-40:] for _, fragment in IN_THE_FILE])
+def test_a_file_that_cannot_be_meant_is_refused_before_anything_starts(cli: Cli, text: str, fragment: str) -> None:
     Path("run.yaml").write_text(text)
     _assert_refused(*cli("fit", "run.yaml"), fragment)
 
 
-@pytest.mark.parametrize(
-    ("words", "fragment"), ON_THE_COMMAND_LINE, ids=[w[-1] for w, _ in ON_THE_COMMAND_LINE]
-)
+@pytest.mark.parametrize(("words", "fragment"), ON_THE_COMMAND_LINE, ids=[w[-1] for w, _ in ON_THE_COMMAND_LINE])
 def test_a_command_line_that_cannot_be_meant_is_refused(cli: Cli, words: list[str], fragment: str) -> None:
     Path("run.yaml").write_text(RUN)
     _assert_refused(*cli("fit", "run.yaml", *words), fragment)
@@ -376,9 +370,7 @@ def test_the_resolved_run_fed_back_gives_the_same_weights(cli: Cli) -> None:
     assert cli("fit", "run.yaml")[0] == 0
     assert cli("fit", "done/config.yaml", "--trainer.run_dir=again")[0] == 0
     assert _config("again") == {**_config("done"), "trainer": _config("again")["trainer"]}
-    first, second = (
-        policyfit.load(f"{folder}/checkpoints/last", device="cpu") for folder in ("done", "again")
-    )
+    first, second = (policyfit.load(f"{folder}/checkpoints/last", device="cpu") for folder in ("done", "again"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
@@ -424,9 +416,7 @@ def test_eval_takes_its_defaults_from_the_run_and_the_command_line_wins(cli: Cli
         ("diverge", 1, "TrainingDiverged"),
     ],
 )
-def test_a_run_that_ends_early_says_why_and_how_by_its_exit_code(
-    cli: Cli, mode: str, code: int, message: str
-) -> None:
+def test_a_run_that_ends_early_says_why_and_how_by_its_exit_code(cli: Cli, mode: str, code: int, message: str) -> None:
     Path("run.yaml").write_text(RUN)
     found, _, err = cli("fit", "run.yaml", f"--policy.mode={mode}", "--trainer.max_skips=2")
     assert found == code

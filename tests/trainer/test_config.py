@@ -16,6 +16,7 @@ from policyfit.trainer.config import Run, build_policy, dump, read_run, resolve,
 
 PARTS = """
 from __future__ import annotations
+from dataclasses import dataclass
 from typing import Any, Callable, Literal
 import torch
 from torch import nn
@@ -44,6 +45,19 @@ class Policy(nn.Module):
 
     def forward(self, batch):
         return self.layer(batch).square().mean()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    layers: int = 2
+    dropout: float = 0.0
+
+class Configured(Policy):
+    def __init__(self, settings: Settings = Settings(), items: list[Any] = []) -> None:
+        super().__init__()
+        self.settings, self.items = settings, items
+
+def make_policy(width: int, **rest: Any) -> Policy:
+    return Policy(width, **{"name": "made", **rest})
 
 class Deep(Policy):
     def __init__(self, depth: int, **rest: Any) -> None:
@@ -157,11 +171,7 @@ GOOD: list[tuple[str, str, Any]] = [
 
 def _yaml_of(key: str, text: str) -> str:
     *outer, last = key.split(".")
-    lines = (
-        ["policy:", "  class_path: config_parts.Policy"]
-        if outer[0] == "policy"
-        else [MINIMAL.strip(), "trainer:"]
-    )
+    lines = ["policy:", "  class_path: config_parts.Policy"] if outer[0] == "policy" else [MINIMAL.strip(), "trainer:"]
     lines += [f"{'  ' * (depth + 1)}{part}:" for depth, part in enumerate(outer[1:])]
     return "\n".join([*lines, f"{'  ' * len(outer)}{last}: {text}", ""])
 
@@ -180,12 +190,8 @@ def test_a_value_means_the_same_in_a_file_and_on_the_command_line(
 
 
 def test_classes_get_values_in_the_types_that_they_ask_for(folder: Path) -> None:
-    arguments = (
-        "{rate: 3, sizes: [3, 4], anything: no, either: '7', untyped: '8', maybe: null, options: {a: 1}}"
-    )
-    policy = _read(folder, f"policy: {{class_path: config_parts.Policy, init_args: {arguments}}}").build(
-        "policy"
-    )
+    arguments = "{rate: 3, sizes: [3, 4], anything: no, either: '7', untyped: '8', maybe: null, options: {a: 1}}"
+    policy = _read(folder, f"policy: {{class_path: config_parts.Policy, init_args: {arguments}}}").build("policy")
     expected = {"rate": 3.0, "sizes": (3, 4), "anything": "no", "either": "7", "untyped": "8", "maybe": None}
     for name, value in {**expected, "options": {"a": 1.0}}.items():
         assert policy.given[name] == value
@@ -212,6 +218,26 @@ def test_objects_inside_arguments_are_built_too(folder: Path) -> None:
     assert [type(head).__name__ for head in policy.given["heads"]] == ["Identity", "Policy"]
     assert policy.given["heads"][1].given["shift"] is True
     assert policy.given["activation"]().approximate == "tanh"
+
+
+def test_settings_in_a_dataclass_are_keys_of_the_run(folder: Path) -> None:
+    text = "policy: {class_path: config_parts.Configured, init_args: {settings: {layers: 3}, items: [no, 1]}}\n"
+    policy = _read(folder, text).build("policy")
+    assert (policy.settings.layers, policy.settings.dropout, policy.items) == (3, 0.0, ["no", 1])
+    with pytest.raises(
+        ConfigError, match=r"run.yaml:1:70: policy.init_args.settings.layrs is not .* settings.layers\?"
+    ):
+        _read(folder, text.replace("layers", "layrs"))
+    with pytest.raises(ConfigError, match=r"policy.init_args.settings.layers must be int, got 'x'"):
+        _read(folder, text, ("policy.settings.layers", "x"))
+
+
+def test_a_function_may_make_an_object_and_take_more_by_dict_kwargs(folder: Path) -> None:
+    text = "policy: {class_path: config_parts.make_policy, init_args: {width: 3}, dict_kwargs: {rate: 0.5}}\n"
+    given = _read(folder, text).build("policy").given
+    assert (given["width"], given["name"], given["rate"]) == (3, "made", 0.5)
+    with pytest.raises(ConfigError, match=r"policy must be a torch.nn.Module, but config_parts.make_env gave"):
+        _read(folder, "policy: {class_path: config_parts.make_env, init_args: {size: 3}}\n").build("policy")
 
 
 def test_the_trainer_is_built_as_written(folder: Path) -> None:
@@ -271,8 +297,7 @@ def test_a_schedule_without_total_steps_takes_the_trainers(
 
 def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(folder: Path) -> None:
     (folder / "base.yaml").write_text(
-        MINIMAL
-        + "trainer: {seed: 1, batch_size: 2, max_steps: 3}\noptimizer: {class_path: torch.optim.SGD}\n"
+        MINIMAL + "trainer: {seed: 1, batch_size: 2, max_steps: 3}\noptimizer: {class_path: torch.optim.SGD}\n"
     )
     (folder / "lab.yaml").write_text("trainer: {batch_size: 20, max_steps: 30}\n")
     config = read_run([folder / "base.yaml", folder / "lab.yaml"], [("trainer.max_steps", "300")])
@@ -424,17 +449,13 @@ def test_an_evaluation_looks_only_at_how_the_policy_acts(folder: Path) -> None:
     assert run.trainer.values == {"device": "cpu", "precision": "bf16", "tf32": None}
 
 
-@pytest.mark.parametrize(
-    "found", ["config_parts.Env", "{class_path: config_parts.make_env, init_args: {size: 3}}"]
-)
+@pytest.mark.parametrize("found", ["config_parts.Env", "{class_path: config_parts.make_env, init_args: {size: 3}}"])
 def test_an_environment_may_be_a_class_or_what_makes_one(folder: Path, found: str) -> None:
     built = _read(folder, f"{MINIMAL}eval: {{env: {found}}}\n").build("eval", "env")
     assert callable(built) or hasattr(built, "step")
 
 
-def test_the_environment_of_the_process_changes_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_the_process_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _read(folder, FULL).config.values
     for name in ("JSONARGPARSE_DEFAULT_ENV", "WIDTH", "APP_WIDTH", "POLICYFIT_TRAINER__SEED", "DEVICE", "LR"):
         monkeypatch.setenv(name, "true")
@@ -444,14 +465,9 @@ def test_the_environment_of_the_process_changes_nothing(
     assert run.build("policy").given["width"] == 4
 
 
-def test_a_launcher_that_asks_for_another_precision_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_asks_for_another_precision_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert (
-        _read(folder, MINIMAL + "trainer: {precision: fp16}\n").config.values["trainer"]["precision"]
-        == "fp16"
-    )
+    assert _read(folder, MINIMAL + "trainer: {precision: fp16}\n").config.values["trainer"]["precision"] == "fp16"
     with pytest.raises(ConfigError, match=r"precision is no, but .* ACCELERATE_MIXED_PRECISION=fp16"):
         _read(folder, MINIMAL)
 
