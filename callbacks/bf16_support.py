@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..strategies.errors import PrecisionError
-from ..strategies.facts import bf16_support, fp16_support
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -30,22 +28,7 @@ class BF16Support(Callback):
         Raises:
             PrecisionError: bfloat16 cannot run on the device, or runs emulated and that was not allowed.
         """
-        precision, device = trainer.precision, trainer.device.device
-        if precision.name != "bf16":
-            return
-        support = bf16_support(device, trainer.facts)
-        if support.usable and (support.native or device.type == "cpu"):
-            return
-        if support.usable and getattr(precision, "allow_emulated", False):
-            if not self._warned:
-                message = f"{support.reason}, as BF16(allow_emulated=True) allows: it is slow, and may fail"
-                trainer.event("warning", source="BF16Support", message=message)
+        message = trainer.precision.check_native(trainer.device.device, trainer.facts)
+        if message is not None and not self._warned:
             self._warned = True
-            return
-        if fp16_support(device, trainer.facts).usable:
-            remedy = "Use precision='fp16', or precision='auto', which chooses fp16 here."
-        else:
-            remedy = "Use precision='no', which is float32."
-        if support.usable:
-            remedy += " BF16(allow_emulated=True) runs it emulated, slowly."
-        raise PrecisionError(f"precision='bf16' needs native bfloat16, but {support.reason}.\n{remedy}")
+            trainer.event("warning", source="BF16Support", message=message)

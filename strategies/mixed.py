@@ -20,15 +20,30 @@ class MixedPrecision(PrecisionStrategy):
     """What bf16 and fp16 share: autocast of the device's own type."""
 
     _device_type: str
+    _cache = True
+    _remedy = "Use precision='no', which needs no autocast."
 
     def setup(self, device: torch.device) -> None:
         """Bind autocast to the device and prove that it is in effect."""
         self._device_type = device.type
         super().setup(device)
+        self._cache = _cache_keeps_gradients(self.autocast(), device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast to ``compute_dtype``; its cache of cast weights lasts for the one entry."""
-        return torch.autocast(self._device_type, dtype=self.compute_dtype)
+        return torch.autocast(self._device_type, dtype=self.compute_dtype, cache_enabled=self._cache)
+
+
+def _cache_keeps_gradients(autocast: AbstractContextManager[Any], device: torch.device) -> bool:
+    """Whether a weight whose first use is under no_grad, as in a target network's pass, still gets its gradient.
+
+    Source: pytorch/pytorch#112583: older releases keep the cast weight without its history.
+    """
+    weight = torch.ones(8, 8, dtype=torch.float32, device=device, requires_grad=True)
+    with torch.enable_grad(), autocast:
+        with torch.no_grad():
+            weight @ weight
+        return (weight @ weight).requires_grad
 
 
 class BF16(MixedPrecision):
@@ -36,7 +51,7 @@ class BF16(MixedPrecision):
 
     Args:
         allow_emulated: Run on accelerators that only emulate bfloat16 (slow, and convolutions may fail), with
-            one warning. The callback ``BF16Support`` refuses them otherwise.
+            one warning; they are refused otherwise.
     """
 
     name = "bf16"
@@ -46,10 +61,25 @@ class BF16(MixedPrecision):
         self.allow_emulated = allow_emulated
 
     def check(self, device: torch.device, facts: MachineFacts) -> None:
-        """Refuse devices that cannot run bfloat16 at all; emulation is for ``BF16Support`` to judge."""
+        """Refuse devices that cannot run bfloat16 at all; emulation is ``check_native``'s to judge."""
         support = bf16_support(device, facts)
         if not support.usable:
             raise PrecisionError(f"precision='bf16' cannot run here: {support.reason}.\nUse precision='no'.")
+
+    def check_native(self, device: torch.device, facts: MachineFacts) -> str | None:
+        """Refuse emulation unless ``allow_emulated``. The cpu passes: its emulation is slow and complete."""
+        support = bf16_support(device, facts)
+        if support.usable and (support.native or device.type == "cpu"):
+            return None
+        if support.usable and self.allow_emulated:
+            return f"{support.reason}, as BF16(allow_emulated=True) allows: it is slow, and may fail"
+        if fp16_support(device, facts).usable:
+            remedy = "Use precision='fp16', or precision='auto', which chooses fp16 here."
+        else:
+            remedy = "Use precision='no', which is float32."
+        if support.usable:
+            remedy += " BF16(allow_emulated=True) runs it emulated, slowly."
+        raise PrecisionError(f"precision='bf16' needs native bfloat16, but {support.reason}.\n{remedy}")
 
 
 class FP16(MixedPrecision):
@@ -89,13 +119,15 @@ class FP16(MixedPrecision):
                 f"precision='fp16' cannot run here: {support.reason}.\nUse precision={other!r}."
             )
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # an evaluation may be called without gradients
     def setup(self, device: torch.device) -> None:
         """Make the scaler, and prove autocast and the way of a known gradient through scale and unscale."""
         super().setup(device)
         self._scaler = LossScaler(self.settings, device)
-        weight = torch.ones(4, device=device, requires_grad=True)
+        weight = torch.ones(4, dtype=torch.float32, device=device, requires_grad=True)
         optimizer = torch.optim.SGD([weight], lr=0.0)
-        flag = torch.ones((), device=device)
+        flag = torch.ones((), dtype=torch.float32, device=device)
         self.backward((weight * 3.0).sum() / self.settings.init_scale)
         self._scaler.unscale([optimizer], flag)
         expected = torch.full_like(weight, 3.0) / self.settings.init_scale

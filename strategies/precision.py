@@ -25,6 +25,7 @@ class PrecisionStrategy(ABC):
 
     name: str
     compute_dtype: torch.dtype = torch.float32
+    _remedy = "Call it outside of torch.autocast, which changes what everything inside it computes in."
 
     def check(self, device: torch.device, facts: MachineFacts) -> None:
         """Refuse a device on which this precision would not be what runs; a pure function of its arguments.
@@ -33,6 +34,16 @@ class PrecisionStrategy(ABC):
             PrecisionError: What runs would not be what was asked for; the message names a remedy that holds.
         """
 
+    def check_native(self, device: torch.device, facts: MachineFacts) -> str | None:
+        """Refuse hardware that only emulates this precision; a warning where the user allows that.
+
+        Apart from ``check`` because people may leave it out: it is what the callback ``BF16Support`` asks.
+
+        Raises:
+            PrecisionError: The device emulates the precision, and that was not allowed.
+        """
+        return None
+
     def setup(self, device: torch.device) -> None:
         """Bind to a device and prove there that the precision is in effect.
 
@@ -40,14 +51,14 @@ class PrecisionStrategy(ABC):
             PrecisionError: A matmul under ``autocast`` does not compute in ``compute_dtype``, or a known
                 gradient does not come back from scaling and unscaling.
         """
-        self._one = torch.ones((), device=device)
-        ones = torch.ones(8, 8, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        ones = torch.ones(8, 8, dtype=torch.float32, device=device)
         with self.autocast():
             found = (ones @ ones).dtype
         if found != self.compute_dtype:
             raise PrecisionError(
                 f"precision={self.name!r} was requested, but a matmul on {device} computes in {found}, "
-                f"not in {self.compute_dtype}.\nUse precision='no', which needs no autocast."
+                f"not in {self.compute_dtype}.\n{self._remedy}"
             )
 
     @abstractmethod
@@ -67,7 +78,7 @@ class PrecisionStrategy(ABC):
         self.find_non_finite(gradients, non_finite)
 
     def find_non_finite(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
-        """Raise ``flag`` to 1.0 when any gradient is inf or NaN; never lowers it, and does not wait."""
+        """Raise ``flag`` to exactly 1.0 when any value is inf or NaN; never lowers it, and does not wait."""
         # Source: GradScaler.unscale_, whose kernel this is: it checks while it multiplies, here by one.
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, self._one)
 

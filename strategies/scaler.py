@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 from .errors import CheckpointError, ConfigError, PrecisionError
 
 
+_FLOAT32 = torch.finfo(torch.float32)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradScalerConfig:
     """How the loss scale starts and moves.
@@ -40,6 +43,10 @@ class GradScalerConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"grad_scaler.{name} must be a finite number, got {value!r}.")
+            if name.endswith("_scale") and not _FLOAT32.tiny <= value <= _FLOAT32.max:
+                raise ConfigError(
+                    f"grad_scaler.{name} must be above 0 and within float32, in which the scale is kept, got {value!r}."
+                )
         interval = self.growth_interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ConfigError(f"grad_scaler.growth_interval must be a whole number of at least 1, got {interval!r}.")
@@ -47,8 +54,6 @@ class GradScalerConfig:
             raise ConfigError(f"grad_scaler.growth_factor must be above 1, got {self.growth_factor}.")
         if not 0.0 < self.backoff_factor < 1.0:
             raise ConfigError(f"grad_scaler.backoff_factor must lie between 0 and 1, got {self.backoff_factor}.")
-        if self.min_scale <= 0.0:
-            raise ConfigError(f"grad_scaler.min_scale must be above 0, got {self.min_scale}.")
         if self.init_scale < self.min_scale:
             raise ConfigError(
                 f"grad_scaler.init_scale must be at least min_scale ({self.min_scale}), got {self.init_scale}."
@@ -63,10 +68,15 @@ def grad_scaler_config(settings: GradScalerConfig | Mapping[str, Any] | None) ->
     """The settings as an object, from an object, from its fields, or from nothing.
 
     Raises:
-        ConfigError: An unknown field, or a value out of range.
+        ConfigError: Neither of these, an unknown field, or a value out of range.
     """
     if isinstance(settings, GradScalerConfig):
         return settings
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(
+            f"grad_scaler must be a GradScalerConfig or its fields, got {settings!r}.\n"
+            "Write for instance grad_scaler={'init_scale': 1024.0}."
+        )
     fields = GradScalerConfig.__dataclass_fields__
     for key in settings or {}:
         if key not in fields:
@@ -136,8 +146,10 @@ class LossScaler:
         Raises:
             CheckpointError: ``state`` is not a scaler's state.
         """
-        try:
-            scale, tracker = float(state["scale"]), int(state["_growth_tracker"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The saved loss scaler state lacks a usable {error}: {state!r}.") from error
+        scale, tracker = state.get("scale"), state.get("_growth_tracker")
+        if not isinstance(scale, int | float) or not 0.0 < scale < math.inf or not isinstance(tracker, int):
+            raise CheckpointError(
+                f"The saved state of the loss scaler must hold scale and _growth_tracker, got {state!r}.\n"
+                "Resume from another checkpoint."
+            )
         self._torch.load_state_dict({**self.state_dict(), "scale": scale, "_growth_tracker": tracker})

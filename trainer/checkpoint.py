@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,15 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..strategies.errors import CheckpointError
-from .tree import FileReader, FileWriter, dumps, loads, pack, sync_folder, unpack, writing
+from .files import FileReader, FileWriter, sync_folder, writing
+from .folders import MANIFEST, SIBLING, STEP_NAME, is_checkpoint, publish, remove, sibling, sweep
+from .tree import dumps, loads, pack, unpack
 
 FORMAT_VERSION = 1
 
-_MANIFEST = "manifest.json"
 _CONFIG = "pretrained_model/config.json"
 _MODEL = "pretrained_model/model.safetensors"
 _STEP = "training_state/training_step.json"
@@ -50,8 +49,6 @@ _RNG = "training_state/rng_state.safetensors"
 _CALLBACKS = "training_state/callbacks"
 
 _FILE_NAME = re.compile(r"(pretrained_model|training_state)/\w+\.(json|safetensors)", re.ASCII)
-_STEP_NAME = re.compile(r"[0-9]+")
-_SIBLING = re.compile(r"\.(?P<name>.+)\.(?P<purpose>writing|replaced|deleting)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,18 +73,18 @@ def write_checkpoint(folder: Path, state: CheckpointState) -> Path:
     """Write ``state`` as ``folder``, which appears only when it is complete; a checkpoint there is replaced.
 
     Raises:
-        CheckpointError: A weight or buffer is not finite, a state holds what a file cannot, or the disk
-            refused; whatever was there before is untouched.
+        CheckpointError: A state holds what a file cannot, or the disk refused; whatever was there before is
+            untouched.
     """
     _check_weights(state.model)
     with writing(str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-    temporary = _sibling(folder, "writing")
+        sweep(folder)
+    temporary = sibling(folder, "writing")
     try:
         _write_files(FileWriter(temporary), state)
         with writing(str(folder)):
-            _publish(temporary, folder)
+            publish(temporary, folder)
     except BaseException:
         # The error is what counts; the next save sweeps what cannot be removed now.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -101,7 +98,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
     Raises:
         CheckpointError: There is none, a newer policyfit wrote it, or a part is missing or damaged.
     """
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if verify:
         _check_files(folder, manifest, contents=True)
     reader = FileReader(folder, manifest, lambda part, what: _damaged(folder, part, what))
@@ -134,8 +131,8 @@ def point_last_at(checkpoint: Path) -> None:
     last = checkpoint.parent / "last"
     link = checkpoint.parent / ".last.new"
     with writing(str(last)):
-        if _is_checkpoint(last):  # a copy of the run by a tool that follows links
-            _remove(last)
+        if is_checkpoint(last):  # a copy of the run by a tool that follows links
+            remove(last)
         link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.name)
         link.replace(last)
@@ -150,7 +147,7 @@ def whole_checkpoints(checkpoints: Path) -> list[Path]:
     steps: list[tuple[int, str]] = []
     for folder in _step_folders(checkpoints):
         with suppress(CheckpointError):
-            manifest = _read_manifest(folder)
+            manifest = read_manifest(folder)
             _check_files(folder, manifest, contents=False)
             steps.append((manifest["counters"]["step"], folder.name))
     return [checkpoints / name for _, name in sorted(steps)]
@@ -178,7 +175,7 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> P
         raise CheckpointError(
             f"There is no checkpoint at {path}: no such folder.\nGive a run folder or a checkpoint."
         )
-    elif checkpoints == path and ((path / _MANIFEST).exists() or _STEP_NAME.fullmatch(path.name)):
+    elif checkpoints == path and ((path / MANIFEST).exists() or STEP_NAME.fullmatch(path.name)):
         _verified_step(path)
         return path
     found = [*([wanted] if wanted else []), *reversed(_by_step(checkpoints))]
@@ -202,10 +199,10 @@ def delete_checkpoint(checkpoint: Path) -> None:
     Raises:
         CheckpointError: It is no checkpoint, or the disk refused; the rest is swept at the next save.
     """
-    if not _is_checkpoint(checkpoint):
+    if not is_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint} is no checkpoint of policyfit, so it is not deleted.")
     try:
-        _remove(checkpoint)
+        remove(checkpoint)
     except OSError as error:
         raise CheckpointError(f"{checkpoint} could not be deleted: {error}.") from error
 
@@ -235,8 +232,8 @@ def _write_files(writer: FileWriter, state: CheckpointState) -> None:
     own = {"format_version": FORMAT_VERSION, "files": dict(writer.files), "layouts": writer.layouts}
     packed, tensors = pack({**manifest, **own})
     if tensors:
-        raise CheckpointError(f"{_MANIFEST} keeps JSON values only, but {next(iter(tensors))} is a tensor.")
-    writer.text(_MANIFEST, dumps({**packed, "sha256": _seal(packed)}))
+        raise CheckpointError(f"{MANIFEST} keeps JSON values only, but {next(iter(tensors))} is a tensor.")
+    writer.text(MANIFEST, dumps({**packed, "sha256": _seal(packed)}))
     with writing(str(writer.folder)):
         for folder in ("pretrained_model", "training_state", "."):
             sync_folder(writer.folder / folder)
@@ -257,19 +254,6 @@ def _check_weights(model: dict[str, Tensor]) -> None:
                 f"The policy's state_dict has {name}, a {type(value).__name__}, but only tensors are kept.\n"
                 "Return a tensor from get_extra_state, or keep the value in a buffer."
             )
-    bad = [name for name, tensor in model.items() if not _is_finite(tensor)]
-    if bad:
-        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        raise CheckpointError(
-            f"The weights are not saved, because these are not finite: {shown}.\n"
-            "Go on from an earlier checkpoint, with a lower learning rate or with gradient clipping."
-        )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # float8 has no isfinite
-    return bool(torch.isfinite(tensor).all())
 
 
 def _seal(packed: dict[str, Any]) -> str:
@@ -277,27 +261,32 @@ def _seal(packed: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, whose own integrity is verified and not that of the files it lists.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or a newer policyfit wrote it.
+    """
     try:
-        packed = loads((folder / _MANIFEST).read_bytes())
+        packed = loads((folder / MANIFEST).read_bytes())
         manifest = unpack(packed, {})
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder} is not a whole checkpoint of policyfit: it has no {_MANIFEST}."
+            f"{folder} is not a whole checkpoint of policyfit: it has no {MANIFEST}."
         ) from error
     except (OSError, ValueError) as error:
-        raise _damaged(folder, _MANIFEST, str(error)) from error
+        raise _damaged(folder, MANIFEST, str(error)) from error
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
-        raise _damaged(folder, _MANIFEST, "it names no format_version")
+        raise _damaged(folder, MANIFEST, "it names no format_version")
     if manifest["format_version"] > FORMAT_VERSION:
         raise CheckpointError(
             f"Checkpoint {folder} has format {manifest['format_version']}, written by a newer policyfit; "
             f"this one reads format {FORMAT_VERSION}.\nUpdate policyfit to use it."
         )
     if manifest.get("sha256") != _seal(packed):
-        raise _damaged(folder, _MANIFEST, "its contents are not those that were written")
+        raise _damaged(folder, MANIFEST, "its contents are not those that were written")
     if not _has_shape(manifest):
-        raise _damaged(folder, _MANIFEST, "its counters or its list of files cannot be read")
+        raise _damaged(folder, MANIFEST, "its counters or its list of files cannot be read")
     return manifest
 
 
@@ -345,26 +334,26 @@ def _damaged(folder: Path, part: str, what: str) -> CheckpointError:
 
 def _step_folders(checkpoints: Path) -> Iterator[Path]:
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        left = _SIBLING.fullmatch(path.name)
+        left = SIBLING.fullmatch(path.name)
         halfway = left and left["purpose"] == "replaced" and not (checkpoints / left["name"]).exists()
         name = left["name"] if left and halfway else path.name
-        if _STEP_NAME.fullmatch(name) and path.is_dir() and not path.is_symlink():
+        if STEP_NAME.fullmatch(name) and path.is_dir() and not path.is_symlink():
             yield path
 
 
 def _by_step(checkpoints: Path) -> list[Path]:
     def step(folder: Path) -> tuple[int, str]:
         try:
-            return _read_manifest(folder)["counters"]["step"], folder.name
+            return read_manifest(folder)["counters"]["step"], folder.name
         except CheckpointError:
-            left = _SIBLING.fullmatch(folder.name)
+            left = SIBLING.fullmatch(folder.name)
             return int(left["name"] if left else folder.name), folder.name
 
     return sorted(_step_folders(checkpoints), key=step)
 
 
 def _verified_step(folder: Path) -> int:
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     _check_files(folder, manifest, contents=True)
     return int(manifest["counters"]["step"])
 
@@ -373,56 +362,5 @@ def _tell_of_older_last(checkpoints: Path, chosen: Path, step: int, warn: Callab
     last = checkpoints / "last"
     if last.is_symlink() and (other := checkpoints / last.readlink()) != chosen:
         with suppress(CheckpointError):  # a damaged one that is older is not needed
-            if _read_manifest(other)["counters"]["step"] < step:
+            if read_manifest(other)["counters"]["step"] < step:
                 warn(f"{chosen.name} is used, but 'last' leads to {other.name}. Give {last} for that one.")
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return not folder.is_symlink() and (folder / _MANIFEST).is_file() and (folder / "training_state").is_dir()
-
-
-def _sibling(folder: Path, purpose: str) -> Path:
-    return folder.parent / f".{folder.name}.{purpose}-{secrets.token_hex(4)}"
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    if not _is_checkpoint(folder):
-        if _STEP_NAME.fullmatch(folder.name) and folder.is_dir():
-            folder.rename(f"{folder}.damaged-{secrets.token_hex(4)}")  # a step's, without its manifest
-        temporary.rename(folder)  # refused by the system where something else is
-        sync_folder(folder.parent)
-        return
-    before = _sibling(folder, "replaced")
-    folder.rename(before)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        before.rename(folder)
-        raise
-    sync_folder(folder.parent)
-    with suppress(OSError):  # the new one is in place; the rest is swept at the next save
-        _remove(before)
-
-
-def _remove(folder: Path) -> None:
-    left = _SIBLING.fullmatch(folder.name)
-    if not (left and left["purpose"] == "deleting"):
-        folder = folder.rename(_sibling(folder.with_name(left["name"]) if left else folder, "deleting"))
-        sync_folder(folder.parent)
-    shutil.rmtree(folder)
-
-
-def _sweep(folder: Path) -> None:
-    """Clear away what killed processes left of this checkpoint and, in a run, of its others."""
-    for path in list(folder.parent.iterdir()):
-        left = _SIBLING.fullmatch(path.name)
-        if left is None:
-            continue
-        in_run = _STEP_NAME.fullmatch(left["name"]) and _STEP_NAME.fullmatch(folder.name)
-        if left["name"] != folder.name and not in_run:
-            continue
-        if left["purpose"] == "replaced" and not (folder.parent / left["name"]).exists():
-            path.rename(folder.parent / left["name"])
-        else:
-            with suppress(OSError):  # a busy file is no reason to lose the run; the next save tries again
-                _remove(path)

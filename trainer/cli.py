@@ -95,18 +95,20 @@ def _plan(request: argparse.Namespace) -> None:
 
 
 def _eval(request: argparse.Namespace) -> None:
+    from .checkpoint import newest_checkpoint, read_manifest
     from .config import read_run, resolve_evaluation
     from .load import load
 
-    given = {name: getattr(request, name) for name in EVAL_KEYS}
-    config = read_run(
-        [_config_of(Path(request.checkpoint))],
-        [(EVAL_KEYS[name], text) for name, text in given.items() if text is not None],
-    )
+    config_file = _config_of(Path(request.checkpoint))
+    checkpoint = newest_checkpoint(Path(request.checkpoint), lambda text: print(text, file=sys.stderr))
+    # The device that the run was on, not what its "auto" would choose here: never another one in silence.
+    given = {"device": read_manifest(checkpoint)["device"]}
+    given |= {name: text for name in EVAL_KEYS if (text := getattr(request, name)) is not None}
+    config = read_run([config_file], [(EVAL_KEYS[name], text) for name, text in given.items()])
     with config.importable():
         run = resolve_evaluation(config)
         trainer = run.trainer.build()
-        policy = load(request.checkpoint, device=trainer.device, precision=trainer.precision)
+        policy = load(checkpoint, device=trainer.device, precision=trainer.precision)
         _report(trainer.evaluate(policy, run.build("eval", "env"), **run.evaluation), trainer)
 
 

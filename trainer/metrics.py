@@ -14,6 +14,25 @@ from ..strategies.errors import ConfigError
 _CHUNK = 256  # scalars kept one by one before they are packed into one tensor, still on the device
 
 
+def scalar(name: str, value: Any) -> Tensor | float:
+    """A reported value as a float, or as a detached tensor that nobody changes later and that keeps no other alive.
+
+    Raises:
+        ConfigError: It is neither a number nor a scalar tensor.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(
+                f"The metric {name!r} must be a number or a scalar tensor, got shape {tuple(value.shape)}."
+            )
+        fresh = value.grad_fn is not None and not value._is_view()  # the result of an operation, such as the loss
+        return value.detach() if fresh else value.detach().clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"The metric {name!r} must be a number or a scalar tensor, got {value!r}.") from error
+
+
 class Means:
     """Running means by name; values that are not finite are left out (they belong to skipped updates).
 
@@ -26,34 +45,27 @@ class Means:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Take in one value: a number or a scalar tensor, which is detached.
+        """Take in one value: a number or a scalar tensor, on whatever device.
 
         Raises:
             ConfigError: The value is neither.
         """
+        value = scalar(name, value)
         if not isinstance(value, Tensor):
             self._add_number(name, value)
             return
-        if value.numel() != 1:
-            raise ConfigError(
-                f"The metric {name!r} must be a number or a scalar tensor, got shape {tuple(value.shape)}."
-            )
-        scalars = self._scalars.get(name)
-        if scalars is None:
-            scalars = self._scalars[name] = []
-        scalars.append(value.detach())
+        scalars = self._scalars.setdefault(name, [])
+        scalars.append(value)
         if len(scalars) >= _CHUNK:
             self._pack(name)
 
     def _pack(self, name: str) -> None:
-        packed = torch.stack([scalar.reshape(()).float() for scalar in self._scalars.pop(name)])
-        self._chunks.setdefault(name, []).append(packed)
+        scalars = self._scalars.pop(name)
+        for device in {value.device for value in scalars}:
+            packed = torch.stack([value.reshape(()).float() for value in scalars if value.device == device])
+            self._chunks.setdefault(name, []).append(packed)
 
-    def _add_number(self, name: str, value: Any) -> None:
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"The metric {name!r} must be a number or a scalar tensor, got {value!r}.") from error
+    def _add_number(self, name: str, number: float) -> None:
         total = self._sums.setdefault(name, [0.0, 0.0])
         if math.isfinite(number):
             total[0] += number

@@ -28,28 +28,25 @@ def choose_threads(device_type: str, parameters: int, environment: Mapping[str, 
 
 
 @contextmanager
-def process_state(*, deterministic: bool, threads: int | None) -> Iterator[None]:
+def process_state(*, deterministic: bool, threads: int | None, device_type: str) -> Iterator[None]:
     """Set what the run needs; afterwards, also after an error, everything is as it was.
 
     Raises:
         ConfigError: ``deterministic`` on CUDA without the workspace setting that cuBLAS needs.
     """
     default_dtype = torch.get_default_dtype()
-    grad_enabled = torch.is_grad_enabled()
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     num_threads = torch.get_num_threads()
     try:
-        torch.set_grad_enabled(True)
         if threads is not None:
             torch.set_num_threads(threads)
         if deterministic:
-            started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            if started and not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
+            if device_type == "cuda" and not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
                 raise ConfigError(
-                    "deterministic=True on CUDA needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the "
-                    "first matmul, and this process has already started CUDA without it.\n"
+                    "deterministic=True on cuda needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the "
+                    "first matmul, and this process has started cuda without it.\n"
                     "Start it with CUBLAS_WORKSPACE_CONFIG=:4096:8 set."
                 )
             torch.use_deterministic_algorithms(True)
@@ -57,7 +54,6 @@ def process_state(*, deterministic: bool, threads: int | None) -> Iterator[None]
         yield
     finally:
         torch.set_default_dtype(default_dtype)
-        torch.set_grad_enabled(grad_enabled)
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
         torch.set_num_threads(num_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from pathlib import Path
 
 from ..strategies.errors import ConfigError
@@ -10,9 +11,13 @@ from ..strategies.errors import ConfigError
 _MARKS = ("config.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
 
+def _marks(folder: Path) -> list[Path]:
+    return [folder / mark for mark in _MARKS if (folder / mark).exists()]
+
+
 def holds_a_run(folder: Path) -> bool:
     """Whether a run has written here."""
-    return any((folder / mark).exists() for mark in _MARKS)
+    return bool(_marks(folder))
 
 
 def check_free(folder: Path) -> None:
@@ -30,17 +35,33 @@ def check_free(folder: Path) -> None:
         )
 
 
-def new_run_dir(name: str, parent: Path = Path("runs")) -> Path:
-    """Make a new folder under ``runs/``, named by the time and the policy."""
-    stem = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
-    for number in range(1000):
-        folder = parent / (stem if number == 0 else f"{stem}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise ConfigError(f"No free name was found for a run folder like {parent / stem}. Choose a run_dir.")
+def new_name(policy: str, parent: Path = Path("runs")) -> Path:
+    """Where a run without a ``run_dir`` goes: under ``runs/``, named by the time and the policy; creates nothing."""
+    return parent / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{policy}"
+
+
+def make(folder: Path, *, new: bool) -> Path:
+    """Make the folder; if it has to be ``new`` and is there already, the first of ``folder-1``, ``folder-2``, ...
+
+    Raises:
+        ConfigError: The file system refuses.
+    """
+    try:
+        if not new:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        folders = (folder.with_name(f"{folder.name}-{n}") if n else folder for n in count())
+        return next(free for free in folders if _made(free))
+    except OSError as error:
+        raise ConfigError(f"run_dir {folder} cannot be made: {error}.\nChoose another run_dir.") from error
+
+
+def _made(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:  # perhaps by another process, a moment ago
+        return False
+    return True
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:
@@ -52,4 +73,4 @@ def newest_run(parent: Path = Path("runs")) -> Path:
     found = [p for p in parent.iterdir() if holds_a_run(p)] if parent.is_dir() else []
     if not found:
         raise ConfigError(f"resume='last' was requested without a run_dir, and there is no run under {parent}/.")
-    return max(found, key=lambda p: (p.stat().st_mtime, p.name))
+    return max(found, key=lambda p: (max(mark.stat().st_mtime_ns for mark in _marks(p)), p.name))

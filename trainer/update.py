@@ -137,8 +137,8 @@ class Updater:
         if self._guard:
             precision.unscale(self.optimizers, gradients, non_finite)
             norms = _norms(gradients, norm)
-            # inf - inf and NaN - NaN are NaN: 0.0 for a finite norm, exactly 1.0 for any other.
-            torch.sub(norm, norm, out=skip).ne_(0.0)
+            skip.zero_()
+            precision.find_non_finite([norm], skip)
         if self._before_step:
             for optimizer in self.optimizers:
                 for hook in self._before_step:
@@ -147,7 +147,7 @@ class Updater:
             if self._guard:  # what was edited is checked again, still before any clipping; the flags only rise
                 precision.find_non_finite(gradients, non_finite)
                 norms = _norms(gradients, norm)
-                torch.maximum(skip, (norm - norm).ne_(0.0), out=skip)
+                precision.find_non_finite([norm], skip)
         if self._guard:
             self._distribution.reduce_max(self._flags)
         self._clip(gradients, norm)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..callbacks.callback import CallbackList
 from ..strategies.device import DeviceStrategy
-from ..strategies.errors import ConfigError
 from ..strategies.precision import PrecisionStrategy
 from .data import count_samples
+from .metrics import scalar
 from .policy import PolicyAdapter
 from .rng import derive_seed, preserved, seed_everything
 from .rollout import acting
@@ -34,13 +34,7 @@ class SampleMeans:
         Raises:
             ConfigError: It is neither.
         """
-        if isinstance(value, Tensor):
-            value = value.detach()
-            if value.numel() != 1:
-                raise ConfigError(f"The validation metric {name!r} must be a scalar, got shape {tuple(value.shape)}.")
-        elif not isinstance(value, int | float):
-            raise ConfigError(f"The validation metric {name!r} must be a number or a scalar tensor, got {value!r}.")
-        self._values.setdefault(name, []).append((value, self.samples))
+        self._values.setdefault(name, []).append((scalar(name, value), self.samples))
 
     def read(self) -> dict[str, float]:
         """The means by name; waits for the device."""
@@ -61,6 +55,8 @@ def validate(
     seed: int,
 ) -> dict[str, float]:
     """The ``val/...`` means of the policy over ``data``, in eval mode, under the precision's autocast.
+
+    Nothing where ``data`` has no batch, which is the caller's to tell.
 
     Random numbers that the policy draws are the same at every validation; gradients, modes and all random
     streams are afterwards what they were.

@@ -224,9 +224,7 @@ def test_settings_in_a_dataclass_are_keys_of_the_run(folder: Path) -> None:
     text = "policy: {class_path: config_parts.Configured, init_args: {settings: {layers: 3}, items: [no, 1]}}\n"
     policy = _read(folder, text).build("policy")
     assert (policy.settings.layers, policy.settings.dropout, policy.items) == (3, 0.0, ["no", 1])
-    with pytest.raises(
-        ConfigError, match=r"run.yaml:1:70: policy.init_args.settings.layrs is not .* settings.layers\?"
-    ):
+    with pytest.raises(ConfigError, match=r"run.yaml:1:70: policy.init_args.settings.layrs is not .*settings.layers\?"):
         _read(folder, text.replace("layers", "layrs"))
     with pytest.raises(ConfigError, match=r"policy.init_args.settings.layers must be int, got 'x'"):
         _read(folder, text, ("policy.settings.layers", "x"))

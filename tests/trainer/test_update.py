@@ -469,3 +469,32 @@ class Norms(Callback):
 def test_optimizers_are_left_without_the_flag_after_the_run() -> None:
     trainer = fit(mlp(), batches(2), max_steps=2)
     assert not hasattr(trainer.optimizers[0], "found_inf")
+
+
+class Saving(Callback):
+    """Breaks a tensor at step 2, then saves."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def due(self, step: int) -> bool:
+        return step == 2
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        policy.state_dict()[self.name].view(-1)[0] = float("nan")
+        trainer.save_checkpoint()
+
+
+@pytest.mark.parametrize("name", ["head.weight", "norm.running_var"])
+def test_weights_and_buffers_that_are_no_longer_finite_are_never_saved(name: str) -> None:
+    trainer = Trainer("cpu", max_steps=4, default_callbacks=False, callbacks=[Saving(name)])
+    with pytest.raises(TrainingDiverged, match=f"At step 2 these are inf or NaN and are not saved: {name}"):
+        trainer.fit(WithBatchNorm(), InMemory(batches(4)))
+    assert trainer.checkpoints() == []
+
+
+def test_a_buffer_that_is_infinite_from_the_start_is_meant_and_saved() -> None:
+    trainer = Trainer("cpu", max_steps=2, default_callbacks=False)
+    trainer.fit(WithBatchNorm(), InMemory(batches(2)))
+    trainer.save_checkpoint()
+    assert [path.name for path in trainer.checkpoints()] == ["000002"]
