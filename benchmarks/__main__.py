@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from policyfit import Callback, Progress, Trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from policyfit import Callback, Progress, Trainer
 
 SLICE = 300
 Batch = tuple[Tensor, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,10 @@ class Callback:
     def due(self, step: int) -> bool:
         """Whether ``on_due`` is to come at this step. A pure function of step, settings and clock: asked often."""
         return False
+
+    def evaluating(self, trainer: Trainer, policy: nn.Module) -> AbstractContextManager[None]:
+        """A context around every validation and rollout: change the policy for it, and put it back whatever happens."""
+        return nullcontext()
 
     def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
         """Everything is in place and nothing has run. ``stage`` is "fit", "validate" or "evaluate"."""
@@ -124,7 +129,7 @@ class Callback:
         """The episodes are over and the environment is closed."""
 
     def on_save_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """``checkpoint`` is what goes into ``callbacks.json`` beside the states: add JSON values or tensors."""
+        """Add JSON values or tensors to ``checkpoint``; under ``models``, by name, whole state dicts of the policy."""
 
     def on_load_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
         """``checkpoint`` is what ``on_save_checkpoint`` left; weights and states are already restored."""
@@ -164,6 +169,7 @@ class CallbackList:
             hook: tuple(getattr(c, hook) for c in self._callbacks if _overrides(c, hook)) for hook in HOOKS
         }
         self.with_due = tuple(c for c in self._callbacks if _overrides(c, "due"))
+        self._evaluating = tuple(c for c in self._callbacks if _overrides(c, "evaluating"))
         self.need_outcome_now = any(c.needs_outcome_now for c in self._callbacks)
 
     def __iter__(self) -> Iterator[Callback]:
@@ -182,6 +188,14 @@ class CallbackList:
         """Call one hook of every callback that has it, in list order."""
         for bound in self.bound[hook]:
             bound(*arguments)
+
+    @contextmanager
+    def evaluating(self, trainer: Trainer, policy: nn.Module) -> Iterator[None]:
+        """The contexts of all callbacks that have one, entered in list order."""
+        with ExitStack() as stack:
+            for callback in self._evaluating:
+                stack.enter_context(callback.evaluating(trainer, policy))
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all callbacks that have one, by ``state_key``."""

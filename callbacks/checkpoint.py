@@ -96,8 +96,7 @@ class Checkpoint(Callback):
         if self.monitor not in trainer.metrics:
             there = ", ".join(sorted(trainer.metrics)) or "none"
             raise CallbackError(
-                f"Checkpoint.monitor is {self.monitor!r}, but the metrics here are: {there}.\n"
-                "Name one of them."
+                f"Checkpoint.monitor is {self.monitor!r}, but the metrics here are: {there}.\nName one of them."
             )
         value = float(trainer.metrics[self.monitor])
         if math.isfinite(value) and (self._best is None or self._is_better(value, self._best["value"])):

@@ -6,6 +6,7 @@ from .bf16_support import BF16Support
 from .callback import Callback
 from .checkpoint import Checkpoint
 from .metrics_log import MetricsLog
+from .overflow_report import OverflowReport
 from .progress import Progress
 from .scale_monitor import ScaleMonitor
 from .tf32 import TF32
@@ -16,7 +17,9 @@ def with_defaults(given: tuple[Callback, ...], *, tf32: bool | None, defaults: b
 
     A callback of the class of a default, or derived from it, takes that default's place.
     """
-    before: list[Callback] = [TF32(tf32), BF16Support(), ScaleMonitor()] if defaults else [BF16Support()]
+    before: list[Callback] = (
+        [TF32(tf32), BF16Support(), ScaleMonitor(), OverflowReport()] if defaults else [BF16Support()]
+    )
     after: list[Callback] = [Checkpoint(), MetricsLog(), Progress()] if defaults else []
 
     def missing(candidates: list[Callback]) -> list[Callback]:

@@ -81,9 +81,7 @@ def _cut(path: Path, last_step: int, last_update: int) -> None:
         CallbackError: A whole line is not a record.
     """
     # A line without its end was being written when the run was killed.
-    lines = [
-        line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-    ]
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     kept = []
     for number, line in enumerate(lines, start=1):
         try:

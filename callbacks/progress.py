@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _REFRESH_S = 0.25
 _NOT_SHOWN = ("step", "epoch", "samples_per_s")
 #: Events that can come by the hundred: the 1st, 2nd, 4th, 8th ... of a kind get a line.
-_FOLDED = ("skip", "scale_drop", "scale_growth")
+_FOLDED = ("skip", "overflow", "scale_drop", "scale_growth")
 
 
 class Progress(Callback):
@@ -128,9 +128,7 @@ class Progress(Callback):
             progress.TextColumn("{task.description}"),
             progress.MofNCompleteColumn(),
             progress.BarColumn(bar_width=None),
-            progress.TextColumn(
-                "{task.fields[numbers]}{task.fields[scale]}{task.fields[skipped]}", markup=False
-            ),
+            progress.TextColumn("{task.fields[numbers]}{task.fields[scale]}{task.fields[skipped]}", markup=False),
             progress.TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
@@ -142,11 +140,7 @@ class Progress(Callback):
 
     def _position(self, trainer: Trainer) -> tuple[str, int, int | None]:
         """Steps of ``max_steps``; without that, micro-batches of all epochs, which skips do not change."""
-        if (
-            trainer.max_steps is None
-            and trainer.max_epochs is not None
-            and trainer.batches_per_epoch is not None
-        ):
+        if trainer.max_steps is None and trainer.max_epochs is not None and trainer.batches_per_epoch is not None:
             return "batch", trainer.micro_batches, trainer.max_epochs * trainer.batches_per_epoch
         return "step", self._step, trainer.max_steps
 
@@ -182,9 +176,7 @@ def _event_line(record: Mapping[str, Any], times: int) -> str:
     elif kind in ("scale_drop", "scale_growth"):
         text = f"loss scale {record['old']:g} -> {record['new']:g}"
     else:
-        fields = (
-            f"{name} {_number(value)}" for name, value in record.items() if name not in ("step", "event")
-        )
+        fields = (f"{name} {_number(value)}" for name, value in record.items() if name not in ("step", "event"))
         text = f"{kind}: {', '.join(fields)}" if len(record) > 2 else str(kind)
     calibration = " (the loss scale is being calibrated)" if record.get("calibration") else ""
     count = f" ({times} so far)" if times > 1 and kind in _FOLDED else ""
@@ -204,9 +196,7 @@ def _number(value: Any) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    )
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 @contextmanager

@@ -83,6 +83,4 @@ class ScaleMonitor(Callback):
                 f"the loss scale fell {len(self._drops)} times within {WINDOW} updates, to {scale:g}: "
                 "gradients overflow again and again; look for bad samples, or lower the learning rate"
             )
-            trainer.event(
-                "scale_escalation", update=update, drops=len(self._drops), scale=scale, message=message
-            )
+            trainer.event("scale_escalation", update=update, drops=len(self._drops), scale=scale, message=message)

@@ -13,6 +13,7 @@ from .errors import (
     PrecisionError,
     TrainingDiverged,
 )
+from .fabric import FabricPlugin, FabricPrecision
 from .facts import GPU, MachineFacts, probe
 from .mixed import BF16, FP16
 from .precision import FullPrecision, PrecisionStrategy
@@ -31,6 +32,8 @@ __all__ = [
     "DeviceUnavailableError",
     "DistributedError",
     "DistributionStrategy",
+    "FabricPlugin",
+    "FabricPrecision",
     "FullPrecision",
     "GradScalerConfig",
     "LossScaleCollapse",

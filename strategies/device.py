@@ -287,9 +287,7 @@ def unavailable(asked: str, obstacle: Obstacle, facts: MachineFacts) -> DeviceUn
     chosen = automatic(facts)
     works = chosen.obstacle(facts) is None
     way_out = f" Or use device='auto', which takes {chosen.name!r} here." if works else ""
-    return DeviceUnavailableError(
-        f"device={asked!r} was requested, but {obstacle.cause}.\n{obstacle.remedy}{way_out}"
-    )
+    return DeviceUnavailableError(f"device={asked!r} was requested, but {obstacle.cause}.\n{obstacle.remedy}{way_out}")
 
 
 def _marked_as_used_on(stream: Any) -> Callable[[Tensor, str], Tensor]:

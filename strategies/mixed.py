@@ -115,9 +115,7 @@ class FP16(MixedPrecision):
         support = fp16_support(device, facts)
         if not support.usable:
             other = "bf16" if bf16_support(device, facts).native else "no"
-            raise PrecisionError(
-                f"precision='fp16' cannot run here: {support.reason}.\nUse precision={other!r}."
-            )
+            raise PrecisionError(f"precision='fp16' cannot run here: {support.reason}.\nUse precision={other!r}.")
 
     @torch.inference_mode(False)
     @torch.enable_grad()  # an evaluation may be called without gradients

@@ -78,9 +78,7 @@ def mps_obstacle(facts: MachineFacts) -> Obstacle | None:
             "MPS needs an Apple silicon computer and the PyTorch that pip installs there.",
         )
     macos = f" on macOS {facts.macos[0]}.{facts.macos[1]}" if facts.macos else ""
-    return Obstacle(
-        f"torch cannot use the GPU{macos}{_said(facts)}", "Update macOS, which brings the driver."
-    )
+    return Obstacle(f"torch cannot use the GPU{macos}{_said(facts)}", "Update macOS, which brings the driver.")
 
 
 def present_vendors(facts: MachineFacts) -> list[str]:

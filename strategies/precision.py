@@ -8,9 +8,9 @@ forward computes and what happens to gradients between backward and the update. 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,21 @@ from torch.optim import Optimizer
 from .errors import PrecisionError
 from .facts import MachineFacts
 
+T = TypeVar("T")
+
 
 class PrecisionStrategy(ABC):
-    """One way to compute; its name is what users write and what the plan and the checkpoint say."""
+    """One way to compute; its name is what users write and what the plan and the checkpoint say.
+
+    Attributes:
+        masters: Whether trainable weights, gradients and optimizer state are float32.
+        note: What the plan has to say of it, for a choice that most runs would regret.
+    """
 
     name: str
     compute_dtype: torch.dtype = torch.float32
+    masters: bool = True
+    note: str = ""
     _remedy = "Call it outside of torch.autocast, which changes what everything inside it computes in."
 
     def check(self, device: torch.device, facts: MachineFacts) -> None:
@@ -65,6 +74,13 @@ class PrecisionStrategy(ABC):
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward and the loss; entered once a micro-batch, left before backward."""
 
+    def convert_module(self, module: nn.Module) -> None:
+        """Bring the weights to the type they are to have, in place, before an optimizer holds them."""
+
+    def converting(self, step: Callable[..., T]) -> Callable[..., T]:
+        """What to call under ``autocast`` in place of ``step(data, ...)``: itself, where nothing is converted."""
+        return step
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, a scalar."""
         loss.backward()  # type: ignore[no-untyped-call]
@@ -81,6 +97,10 @@ class PrecisionStrategy(ABC):
         """Raise ``flag`` to exactly 1.0 when any value is inf or NaN; never lowers it, and does not wait."""
         # Source: GradScaler.unscale_, whose kernel this is: it checks while it multiplies, here by one.
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, self._one)
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The L2 norm of each gradient, shape (gradients,), float32 on the device."""
+        return torch.stack(torch._foreach_norm(gradients))  # type: ignore[arg-type]
 
     @property
     def scale(self) -> Tensor | None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from .errors import CheckpointError, ConfigError, PrecisionError
 
-
 _FLOAT32 = torch.finfo(torch.float32)
 
 

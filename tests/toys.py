@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 
 class Batch(NamedTuple):
@@ -28,6 +31,28 @@ def batches(n: int, *, poisoned: Sequence[int] = (), size: int = 8, seed: int = 
         )
         for i in range(n)
     ]
+
+
+class Ids(Dataset[int]):
+    """Gives the index, and counts how often it was asked (in this process)."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.reads = n, 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index
+
+
+class Augmented(Ids):
+    """Gives the index and one draw from each of the global random streams."""
+
+    def __getitem__(self, index: int) -> Any:
+        draws = [random.random(), float(np.random.rand()), torch.rand((), dtype=torch.float64).item()]
+        return torch.tensor([index, *draws], dtype=torch.float64)
 
 
 class InMemory:

@@ -4,6 +4,7 @@
       manifest.json                   format_version, what the trainer says, size and sha256 of every file,
                                       and the sha256 of the manifest itself
       pretrained_model/               config.json, model.safetensors
+      pretrained_model_ema/           the same with other weights, for each of ``CheckpointState.models``
       training_state/
         training_step.json            LeRobot's step: micro-batches
         optimizer_state.safetensors   state/<parameter index>/<name>; what is no tensor is in its metadata
@@ -27,7 +28,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ _SCALER = "training_state/scaler_state.json"
 _RNG = "training_state/rng_state.safetensors"
 _CALLBACKS = "training_state/callbacks"
 
-_FILE_NAME = re.compile(r"(pretrained_model|training_state)/\w+\.(json|safetensors)", re.ASCII)
+_BESIDE = re.compile(r"pretrained_model_(?P<name>[a-z]+)/model\.safetensors", re.ASCII)
+_FILE_NAME = re.compile(r"(pretrained_model(_[a-z]+)?|training_state)/\w+\.(json|safetensors)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,8 @@ class CheckpointState:
     scaler: dict[str, Any] | None
     rng: dict[str, Tensor]
     callbacks: dict[str, Any]
+    #: More weights of the same policy by name, such as "ema".
+    models: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def write_checkpoint(folder: Path, state: CheckpointState) -> Path:
@@ -120,6 +124,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
         scaler=reader.json(_SCALER, dict) if _SCALER in reader.unread else None,
         rng=reader.tensors(_RNG)[0],
         callbacks=reader.tree(_CALLBACKS, dict),
+        models={name: _read_model(reader, name) for name in _models_beside(reader.unread)},
     )
     if reader.unread:
         raise _damaged(folder, min(reader.unread), "this policyfit does not know what it is for")
@@ -172,9 +177,7 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> P
     if wanted is not None:
         checkpoints = path.parent
     elif not path.is_dir():
-        raise CheckpointError(
-            f"There is no checkpoint at {path}: no such folder.\nGive a run folder or a checkpoint."
-        )
+        raise CheckpointError(f"There is no checkpoint at {path}: no such folder.\nGive a run folder or a checkpoint.")
     elif checkpoints == path and ((path / MANIFEST).exists() or STEP_NAME.fullmatch(path.name)):
         _verified_step(path)
         return path
@@ -217,6 +220,9 @@ def _write_files(writer: FileWriter, state: CheckpointState) -> None:
     }
     writer.json(_CONFIG, state.policy_config)
     writer.tensors(_MODEL, state.model)
+    for name, model in state.models.items():
+        writer.json(_beside(_CONFIG, name), state.policy_config)
+        writer.tensors(_beside(_MODEL, name), model)
     writer.json(_STEP, {"step": manifest["counters"]["micro_batches"], **processes})
     for i, optimizer in enumerate(state.optimizers):
         groups, values = _optimizer_files(i)
@@ -235,8 +241,22 @@ def _write_files(writer: FileWriter, state: CheckpointState) -> None:
         raise CheckpointError(f"{MANIFEST} keeps JSON values only, but {next(iter(tensors))} is a tensor.")
     writer.text(MANIFEST, dumps({**packed, "sha256": _seal(packed)}))
     with writing(str(writer.folder)):
-        for folder in ("pretrained_model", "training_state", "."):
+        for folder in {str(Path(name).parent) for name in writer.files}:
             sync_folder(writer.folder / folder)
+
+
+def _beside(file: str, name: str) -> str:
+    return file.replace("pretrained_model", f"pretrained_model_{name}", 1)
+
+
+def _models_beside(files: set[str]) -> list[str]:
+    found = (_BESIDE.fullmatch(file) for file in files)
+    return sorted(match["name"] for match in found if match)
+
+
+def _read_model(reader: FileReader, name: str) -> dict[str, Tensor]:
+    reader.json(_beside(_CONFIG, name), dict)  # for other tools; the policy is built from the run's config
+    return reader.tensors(_beside(_MODEL, name))[0]
 
 
 def _optimizer_files(index: int) -> tuple[str, str]:
@@ -271,9 +291,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         packed = loads((folder / MANIFEST).read_bytes())
         manifest = unpack(packed, {})
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} is not a whole checkpoint of policyfit: it has no {MANIFEST}."
-        ) from error
+        raise CheckpointError(f"{folder} is not a whole checkpoint of policyfit: it has no {MANIFEST}.") from error
     except (OSError, ValueError) as error:
         raise _damaged(folder, MANIFEST, str(error)) from error
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:

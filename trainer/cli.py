@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..strategies.errors import ConfigError, PolicyfitError
 
 if TYPE_CHECKING:
-    from .config import Run
+    from .config import Run, RunConfig
     from .rollout import RolloutReport
     from .trainer import Trainer
 
@@ -29,13 +30,19 @@ examples:
   policyfit fit base.yaml lab.yaml --trainer.max_steps=2000
   policyfit fit run.yaml --resume                          go on with the newest run
   policyfit fit --resume=runs/NAME                         go on with that run, as it was configured
+  policyfit fit run.yaml --precision=bf16 --audit          prove that it is what runs
   policyfit plan run.yaml                                  what would run, and why
   policyfit eval runs/NAME --device=cpu --episodes=20
   policyfit doctor                                         what this machine offers
 """
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
 EVAL_KEYS = {"device": "device", "precision": "precision", "episodes": "eval.episodes", "seed": "eval.seed"}
-OPTIONS = {"fit": ["--resume"], "plan": ["--json"], "eval": [f"--{name}" for name in EVAL_KEYS], "doctor": []}
+OPTIONS = {
+    "fit": ["--resume", "--audit"],
+    "plan": ["--json"],
+    "eval": [f"--{name}" for name in EVAL_KEYS],
+    "doctor": [],
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +72,8 @@ def _fit(request: argparse.Namespace) -> None:
     from .config import read_run, resolve
 
     config = read_run(_files(request), request.keys)
+    if request.audit:
+        config = _with_audit(config)
     with config.importable():
         run = resolve(config)
         trainer = _seeded_trainer(run)
@@ -118,6 +127,19 @@ def _doctor(request: argparse.Namespace) -> None:
     print(main_text())
 
 
+def _with_audit(config: RunConfig) -> RunConfig:
+    """The run with ``PrecisionAudit`` among its callbacks; one that has it already, or is faulty there, as it is."""
+    audit = {"class_path": "policyfit.PrecisionAudit"}
+    trainer = config.values.get("trainer") or {}
+    callbacks = (trainer.get("callbacks") or []) if isinstance(trainer, dict) else None
+    if not isinstance(callbacks, list):
+        return config
+    named = [str(c["class_path"]) for c in callbacks if isinstance(c, dict) and "class_path" in c]
+    if "PrecisionAudit" in (name.rpartition(".")[2] for name in named):
+        return config
+    return replace(config, values={**config.values, "trainer": {**trainer, "callbacks": [*callbacks, audit]}})
+
+
 def _seeded_trainer(run: Run) -> Trainer:
     """The trainer; what is built after it, such as the policy's first weights, comes from the run's seed."""
     from .rng import seed_everything
@@ -162,12 +184,18 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}.\nSee {self.prog} --help.")
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    from .. import __version__
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import version
 
+        print(f"policyfit {version('policyfit')}")
+        parser.exit()
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser("policyfit", description="Train robot policies.", epilog=EXAMPLES, formatter_class=layout)
-    parser.add_argument("--version", action="version", version=f"policyfit {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which release this is")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -179,6 +207,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     fit = command("fit", _fit, "Train as a run file says.", KEYS)
     fit.add_argument("files", nargs="*", metavar="RUN.yaml", help="later files win over earlier ones")
     fit.add_argument("--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last")
+    fit.add_argument("--audit", action="store_true", help="report in what precision the first step really ran")
     plan = command("plan", _plan, "Say what a run file would run, and why.", KEYS)
     plan.add_argument("files", nargs="+", metavar="RUN.yaml")
     plan.add_argument("--json", action="store_true", help="for programs")

@@ -69,8 +69,7 @@ def training_data(
     """
     if world_size > 1:
         raise DistributedError(
-            f"This is process {rank} of {world_size}, but processes cannot share training data yet.\n"
-            "Start one process."
+            f"This is process {rank} of {world_size}, but processes cannot share training data yet.\nStart one process."
         )
     reading = Reading(seed=seed, accumulate=accumulate)
     if isinstance(source, DataLoader):
@@ -131,9 +130,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _from_loader(
-    loader: DataLoader[Any], pin_memory: bool, device_type: str, reading: Reading
-) -> TrainingData:
+def _from_loader(loader: DataLoader[Any], pin_memory: bool, device_type: str, reading: Reading) -> TrainingData:
     loader = _without_pinning(loader, pin_memory, device_type, reading.notes)
     if type(loader) is not DataLoader:  # a rebuilt one would lose what the subclass does
         _refuse_deaf_workers(loader)
@@ -178,9 +175,7 @@ def _draws_in_our_order(loader: DataLoader[Any], reading: Reading) -> OrderedDra
 def _with_new_workers(loader: DataLoader[Any], settings: dict[str, Any], notes: list[str]) -> DataLoader[Any]:
     """The same loader with workers that start anew in every epoch: living ones never hear of set_epoch."""
     if loader.persistent_workers:
-        notes.append(
-            "persistent_workers of the DataLoader was switched off: workers start anew in every epoch."
-        )
+        notes.append("persistent_workers of the DataLoader was switched off: workers start anew in every epoch.")
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -199,14 +194,10 @@ def _refuse_deaf_workers(loader: DataLoader[Any]) -> None:
         )
 
 
-def _without_pinning(
-    loader: DataLoader[Any], pin_memory: bool, device_type: str, notes: list[str]
-) -> DataLoader[Any]:
+def _without_pinning(loader: DataLoader[Any], pin_memory: bool, device_type: str, notes: list[str]) -> DataLoader[Any]:
     if pin_memory or not loader.pin_memory:
         return loader
-    notes.append(
-        f"pin_memory=True of the DataLoader was switched off: pinned memory is of no use to {device_type}."
-    )
+    notes.append(f"pin_memory=True of the DataLoader was switched off: pinned memory is of no use to {device_type}.")
     loader = copy.copy(loader)  # the user's own stays as it was
     loader.pin_memory = False
     return loader

@@ -222,7 +222,6 @@ class IteratedData(TrainingData):
                 f"{type(error).__name__}: {error}"
             ) from error
 
-
     def _draws(self, epoch: int) -> Iterator[Any]:
         # A loader of another library has its own ways with random numbers, and swapping the streams around each
         # of its batches costs more than a small step.

@@ -69,9 +69,7 @@ class FileWriter:
             path.write_text(text + "\n", encoding="utf-8")
             self._seal(name, path)
 
-    def tensors(
-        self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-    ) -> None:
+    def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """One safetensors file; tensors that share memory are written once."""
         flat, layout = lay_flat(tensors)
         if layout:
@@ -83,9 +81,7 @@ class FileWriter:
             try:
                 save_file(flat, path, metadata)
             except (KeyError, ValueError) as error:
-                raise CheckpointError(
-                    f"{name} has a tensor that safetensors cannot keep: {error}."
-                ) from error
+                raise CheckpointError(f"{name} has a tensor that safetensors cannot keep: {error}.") from error
             path.chmod(mode)  # safetensors 0.8 leaves 0600, so that colleagues could not read the weights
             self._seal(name, path)
 
@@ -107,9 +103,7 @@ class FileReader:
     ``damaged(part, what)`` makes the error that every method raises.
     """
 
-    def __init__(
-        self, folder: Path, manifest: dict[str, Any], damaged: Callable[[str, str], CheckpointError]
-    ) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any], damaged: Callable[[str, str], CheckpointError]) -> None:
         self.folder = folder
         self.damaged = damaged
         self.unread: set[str] = set(manifest["files"])
@@ -143,9 +137,7 @@ class FileReader:
             packed = {"state": loads(metadata["state"]), "param_groups": self._packed(groups_name)}
             saved = unpack(packed, tensors)
             state, groups = saved["state"], saved["param_groups"]
-            if not isinstance(groups, list) or not all(
-                isinstance(d, dict) for d in [*state.values(), *groups]
-            ):
+            if not isinstance(groups, list) or not all(isinstance(d, dict) for d in [*state.values(), *groups]):
                 raise ValueError("it is no state of an optimizer")
             return {"state": {int(index): values for index, values in state.items()}, "param_groups": groups}
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from ..strategies.device import DeviceStrategy
 from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
-from .checkpoint import newest_checkpoint, read_checkpoint
+from ..strategies.tree import map_tensors
+from .checkpoint import CheckpointState, newest_checkpoint, read_checkpoint
 from .resolve import resolve_device, resolve_precision
+from .rollout import to_tensors
 from .state import load_policy
 
 
@@ -22,23 +25,26 @@ def load(
     checkpoint: str | Path,
     *,
     device: str | DeviceStrategy = "auto",
-    precision: str | PrecisionStrategy | None = None,
+    precision: str | PrecisionStrategy | FabricPlugin | None = None,
     policy: nn.Module | None = None,
+    weights: str = "raw",
 ) -> nn.Module:
     """The trained policy, in eval mode on ``device``: statistics included, actions in float32.
 
     ``select_action(observation)`` takes tensors or arrays from anywhere, runs under the precision's autocast
-    without gradients, and gives float32 on the device.
+    without gradients, and gives float32 on the device; numbers of discrete actions stay whole.
 
     Args:
         checkpoint: A checkpoint's folder, ``last``, or a run's folder (its newest).
         device: Where it is to act; never another in silence.
         precision: ``None`` is the precision of the run.
         policy: A module of the trained class to fill, for a run whose ``config.yaml`` cannot build one.
+        weights: "raw", or "ema" for the average that the callback ``EMA`` keeps.
 
     Raises:
         CheckpointError: There is no whole checkpoint, or it does not fit the policy.
-        ConfigError: The run's ``config.yaml`` does not build the policy.
+        ConfigError: The run's ``config.yaml`` does not build the policy; it names one for policies from a run
+            file, or with an attribute ``config``: a dict or dataclass with the arguments of their class.
         DeviceUnavailableError: The device is not here.
         PrecisionError: The device cannot run the precision.
     """
@@ -50,37 +56,63 @@ def load(
         saved.manifest["precision"] if precision is None else precision, place.device, facts
     ).value
     filled = _build(folder) if policy is None else policy
-    load_policy(filled, saved.model, folder)
+    load_policy(filled, _weights(saved, weights, folder), folder)
+    warning = compute.check_native(place.device, facts)
+    if warning is not None:
+        warnings.warn(f"precision={compute.name!r} on {warning}.", stacklevel=2)
     place.setup()
     compute.setup(place.device)
+    compute.convert_module(filled)
     filled.to(place.device).eval()
     if callable(getattr(filled, "select_action", None)):
         _make_act(filled, place, compute)
     return filled
 
 
+def _weights(saved: CheckpointState, name: str, checkpoint: Path) -> dict[str, Tensor]:
+    models = {"raw": saved.model, **saved.models}
+    if name not in models:
+        raise CheckpointError(
+            f"{checkpoint} has no weights {name!r}, but {' and '.join(sorted(models))}.\n"
+            "Averaged ones are in the checkpoints of a run with the callback EMA."
+        )
+    return models[name]
+
+
 def _build(checkpoint: Path) -> nn.Module:
     """The policy that the run's ``config.yaml`` names: code of the user's own, as in any YAML run."""
     from .config import build_policy, read_run
 
-    config = checkpoint.resolve().parent.parent / "config.yaml"
-    if not config.exists():
+    folder = checkpoint.resolve().parent
+    config = folder.parent / "config.yaml"
+    if folder.name != "checkpoints" or not config.exists():
         raise CheckpointError(
             f"{checkpoint} does not lie in a run's folder, so there is no config.yaml that says which class its policy "
             "has; a checkpoint alone never names code.\nUse load(checkpoint, policy=YourPolicy(...))."
         )
+    run = read_run([config])
+    if "policy" not in run.values:
+        raise ConfigError(
+            f"{config} does not say how the policy was built: it was built in Python, and has no attribute config with "
+            "the arguments of its class.\nUse load(checkpoint, policy=YourPolicy(...)), or give the class a config."
+        )
     try:
-        return build_policy(read_run([config]))
+        return build_policy(run)
     except ConfigError as error:
-        raise ConfigError(f"{error}\nOr build the policy yourself: load(checkpoint, policy=YourPolicy(...)).") from error
+        remedy = "Or build the policy yourself: load(checkpoint, policy=YourPolicy(...))."
+        raise ConfigError(f"{error}\n{remedy}") from error
 
 
 def _make_act(policy: nn.Module, device: DeviceStrategy, precision: PrecisionStrategy) -> None:
-    trained: Any = policy.select_action
+    trained: Any = precision.converting(policy.select_action)  # type: ignore[arg-type]
 
-    def select_action(observation: Any) -> Tensor:
+    def select_action(observation: Any) -> Any:
         with torch.no_grad(), precision.autocast():
-            action: Tensor = trained(device.move(observation))
-        return action.float()
+            action = trained(device.move(to_tensors(observation)))
+        return map_tensors(action, _in_float32)
 
     vars(policy)["select_action"] = select_action
+
+
+def _in_float32(action: Tensor, key: str) -> Tensor:
+    return action.float() if action.is_floating_point() else action

@@ -112,7 +112,9 @@ class WarmupCosine(LRScheduler):
 # From what a policy or a run says to objects ------------------------------------------------------------------
 
 
-def read_configured(configured: Any, default_interval: Literal["step", "epoch"]) -> tuple[list[Optimizer], list[Schedule]]:
+def read_configured(
+    configured: Any, default_interval: Literal["step", "epoch"]
+) -> tuple[list[Optimizer], list[Schedule]]:
     """What ``configure_optimizers`` returned, in any of Lightning's forms.
 
     Args:
@@ -126,16 +128,17 @@ def read_configured(configured: Any, default_interval: Literal["step", "epoch"])
     if isinstance(configured, Optimizer):
         return [configured], []
     if isinstance(configured, Mapping):
-        _known(configured, {"optimizer", "lr_scheduler", "monitor", "frequency"}, "configure_optimizers()")
+        _known(configured, {"optimizer", "lr_scheduler", "monitor"}, "configure_optimizers()")
         schedule = configured.get("lr_scheduler")
         optimizers = [_optimizer(configured.get("optimizer"))]
         if schedule is None:
             return optimizers, []
-        return optimizers, [_schedule(schedule, default_interval, configured.get("monitor"))]
-    if isinstance(configured, Sequence) and len(configured) == 2 and isinstance(configured[0], list | tuple):
-        optimizers, schedules = configured
-        return [_optimizer(o) for o in optimizers], [_schedule(s, default_interval, None) for s in _as_list(schedules)]
-    if isinstance(configured, Sequence) and configured:
+        return optimizers, [as_schedule(schedule, optimizers, default_interval, configured.get("monitor"))]
+    is_sequence = isinstance(configured, Sequence) and not isinstance(configured, str)
+    if is_sequence and len(configured) == 2 and isinstance(configured[0], list | tuple) and configured[0]:
+        optimizers, schedules = [_optimizer(o) for o in configured[0]], _as_list(configured[1])
+        return optimizers, [as_schedule(s, optimizers, default_interval) for s in schedules]
+    if is_sequence and configured and not isinstance(configured[0], list | tuple):
         parts = [read_configured(part, default_interval) for part in configured]
         return [o for part in parts for o in part[0]], [s for part in parts for s in part[1]]
     raise ConfigError(
@@ -145,7 +148,7 @@ def read_configured(configured: Any, default_interval: Literal["step", "epoch"])
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _optimizer(value: Any) -> Optimizer:
@@ -160,12 +163,28 @@ def _known(given: Mapping[str, Any], known: set[str], where: str) -> None:
         raise ConfigError(f"{where} has the key {unknown[0]!r}, which is not one of {', '.join(sorted(known))}.")
 
 
-def _schedule(value: Any, default_interval: Literal["step", "epoch"], monitor: str | None) -> Schedule:
+def as_schedule(
+    value: Any,
+    optimizers: Sequence[Optimizer],
+    default_interval: Literal["step", "epoch"] = "step",
+    monitor: str | None = None,
+) -> Schedule:
+    """A torch scheduler, or Lightning's dict with one, as a ``Schedule``. ``ReduceLROnPlateau`` counts epochs.
+
+    Raises:
+        ConfigError: It is neither, has an unknown key or value, or moves an optimizer that is not of the run.
+    """
     options = value if isinstance(value, Mapping) else {"scheduler": value}
-    _known(options, {"scheduler", "interval", "frequency", "monitor", "name", "strict"}, "lr_scheduler")
+    known = {"scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau"}
+    _known(options, known, "lr_scheduler")
     scheduler = options.get("scheduler")
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(f"lr_scheduler must be a torch learning rate scheduler, got {scheduler!r}.")
+    if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+        raise ConfigError(
+            f"The schedule {type(scheduler).__name__} moves an optimizer that is not one of the run's, so it would "
+            "have no effect.\nMake it from the optimizer that is returned with it."
+        )
     interval = options.get("interval", default_interval)
     frequency = options.get("frequency", 1)
     if interval not in ("step", "epoch"):
@@ -174,6 +193,10 @@ def _schedule(value: Any, default_interval: Literal["step", "epoch"], monitor: s
         raise ConfigError(f"lr_scheduler.frequency must be a whole number of at least 1, got {frequency!r}.")
     monitor = options.get("monitor", monitor)
     if isinstance(scheduler, ReduceLROnPlateau):
+        if options.get("interval") == "step":
+            raise ConfigError(
+                "ReduceLROnPlateau counts epochs here, but lr_scheduler.interval is 'step'.\nUse interval='epoch'."
+            )
         return Schedule(scheduler, "epoch", frequency, monitor or "val/loss")
     return Schedule(scheduler, interval, frequency)
 
@@ -187,9 +210,18 @@ def trainable(policy: nn.Module) -> list[nn.Parameter]:
     """The parameters that an optimizer may move.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or one without a shape or with a sparse gradient.
     """
     parameters = [p for p in policy.parameters() if p.requires_grad]
+    for name, module in policy.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name} makes sparse gradients, which cannot be checked, clipped and scaled like the others.\n"
+                "Make it with sparse=False."
+            )
+    lazy = [name for name, p in policy.named_parameters() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise ConfigError(f"{lazy[0]} has no shape yet. Call the policy once on a batch before fit.")
     if not parameters:
         raise ConfigError(
             f"{type(policy).__name__} has no trainable parameter, so there is nothing to fit.\n"

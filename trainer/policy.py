@@ -1,8 +1,8 @@
 """The dialects a policy can speak, told apart once; the rest of the trainer sees one adapter.
 
-    plain       forward(batch) gives the loss, or (loss, metrics)
-    Lightning   training_step, validation_step, configure_optimizers, train_dataloader, val_dataloader, self.log
-    LeRobot     forward(batch) gives (loss, dict), get_optim_params, presets, update()   (its place is `adapt`)
+plain       forward(batch) gives the loss, or (loss, metrics)
+Lightning   training_step, validation_step, configure_optimizers, train_dataloader, val_dataloader, self.log
+LeRobot     forward(batch) gives (loss, dict), get_optim_params, presets, update()   (its place is `adapt`)
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ..strategies.errors import ConfigError
 from .optimizer import Schedule, default_optimizer, read_configured
@@ -26,6 +28,7 @@ class PolicyAdapter(ABC):
     """One policy, called in its own dialect.
 
     ``policy`` is what the user gave; ``module`` what runs, which a distribution strategy may have wrapped.
+    With ``compiles`` it runs compiled from ``attach`` to ``detach``.
     """
 
     dialect: str
@@ -34,6 +37,7 @@ class PolicyAdapter(ABC):
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy
         self.module = policy
+        self.compiles = self._compiled = False
 
     @abstractmethod
     def training_step(self, batch: Any, index: int) -> tuple[Tensor | None, Metrics]:
@@ -51,16 +55,22 @@ class PolicyAdapter(ABC):
 
     def attach(self, log: Log) -> None:
         """Before the first batch: the policy may report through ``log`` from now on."""
+        if self.compiles and self.policy._compiled_call_impl is None:
+            self.policy.compile()
+            self._compiled = True
 
     def detach(self) -> None:
         """After the run: leave the policy as it came."""
+        if self._compiled:
+            self.policy._compiled_call_impl = None
+            self._compiled = False
 
     def after_step(self) -> None:
         """An update landed and was settled."""
 
     def optimizers(self) -> tuple[list[Optimizer], list[Schedule], str]:
         """Optimizers, schedules, and where they come from."""
-        if not callable(getattr(self.policy, "configure_optimizers", None)):
+        if not brings(self.policy, "configure_optimizers"):
             return [default_optimizer(self.policy)], [], "AdamW, since neither the policy nor the run names one"
         configured = self.policy.configure_optimizers()  # type: ignore[operator]
         if configured is None:
@@ -71,9 +81,19 @@ class PolicyAdapter(ABC):
         return optimizers, schedules, f"{type(self.policy).__name__}.configure_optimizers()"
 
     def own_data(self, name: Literal["train_dataloader", "val_dataloader"]) -> Any:
-        """The policy's own data, or ``None`` when it brings none."""
-        method = getattr(self.policy, name, None)
-        return method() if callable(method) else None
+        """The policy's own data, or ``None`` when it brings none.
+
+        Raises:
+            ConfigError: It brings several loaders.
+        """
+        data = getattr(self.policy, name)() if brings(self.policy, name) else None
+        parts = list(data.values()) if isinstance(data, Mapping) else data
+        if isinstance(parts, list | tuple) and any(isinstance(part, DataLoader) for part in parts):
+            raise ConfigError(
+                f"{type(self.policy).__name__}.{name}() gives {len(parts)} loaders, but a run reads one.\n"
+                "Return one DataLoader, for instance over a torch.utils.data.ConcatDataset."
+            )
+        return data
 
 
 class PlainPolicy(PolicyAdapter):
@@ -83,15 +103,27 @@ class PlainPolicy(PolicyAdapter):
 
     def training_step(self, batch: Any, index: int) -> tuple[Tensor | None, Metrics]:
         """Call the module on the batch."""
-        result = self.module(batch)
-        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, NO_METRICS)
-        return checked_loss(loss, self.policy, "forward"), metrics or NO_METRICS
+        loss, metrics = self._forward(batch)
+        return (loss if loss.requires_grad else None), metrics
 
     def validation_step(self, batch: Any, index: int) -> Metrics:
         """The same call; the loss becomes one of the metrics."""
+        loss, metrics = self._forward(batch)
+        return {**metrics, "loss": loss}
+
+    def _forward(self, batch: Any) -> tuple[Tensor, Metrics]:
         result = self.module(batch)
-        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, NO_METRICS)
-        return {**(metrics or NO_METRICS), "loss": loss}
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if metrics is None:
+            return checked_loss(loss, self.policy, "forward"), NO_METRICS
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"{type(self.policy).__name__}.forward must give a loss, or (loss, metrics) with metrics a dict; "
+                f"got {type(metrics).__name__} in place of the dict."
+            )
+        if "loss" in metrics:  # the loss has this name already
+            metrics = {name: value for name, value in metrics.items() if name != "loss"}
+        return checked_loss(loss, self.policy, "forward"), metrics
 
 
 class LightningPolicy(PolicyAdapter):
@@ -111,32 +143,40 @@ class LightningPolicy(PolicyAdapter):
                 f"{type(policy).__name__} sets automatic_optimization=False, but the update is the Trainer's: it is "
                 "what keeps precision, skips and resume exact.\nReturn the loss from training_step instead."
             )
-        own = [name for name in _UNCALLED if _defines(policy, name)]
+        own = [name for name in _UNCALLED if brings(policy, name)]
         if own:
             raise ConfigError(
                 f"{type(policy).__name__} defines {', '.join(own)}, which the Trainer would never call.\n"
                 "Move it into a policyfit.Callback (the hooks have the same names); the Trainer clips by clip_norm "
                 "and clip_value, and schedules advance by their interval."
             )
-        self._log: Log | None = None
+        self._hidden: dict[str, Any] | None = None
 
     def attach(self, log: Log) -> None:
         """Give the module ``self.log`` and ``self.log_dict``."""
-        self._log = log
+        super().attach(log)
 
         def log_one(name: str, value: Any, *_: Any, **__: Any) -> None:
-            log(name, value)
+            if name != "train/loss":  # the loss that training_step returns has this name already
+                log(name, value)
 
         def log_dict(dictionary: Mapping[str, Any], *_: Any, **__: Any) -> None:
             for name, value in dictionary.items():
-                log(name, value)
+                log_one(name, value)
 
-        vars(self.policy).update(log=log_one, log_dict=log_dict)
+        own = vars(self.policy)
+        if self._hidden is None:
+            self._hidden = {name: own[name] for name in ("log", "log_dict") if name in own}
+        own.update(log=log_one, log_dict=log_dict)
 
     def detach(self) -> None:
         """Take them away again."""
-        for name in ("log", "log_dict"):
-            vars(self.policy).pop(name, None)
+        super().detach()
+        if self._hidden is not None:
+            for name in ("log", "log_dict"):
+                vars(self.policy).pop(name, None)
+            vars(self.policy).update(self._hidden)
+            self._hidden = None
 
     def training_step(self, batch: Any, index: int) -> tuple[Tensor | None, Metrics]:
         """A tensor, a dict with ``loss``, or ``None`` to leave the micro-batch out."""
@@ -146,15 +186,19 @@ class LightningPolicy(PolicyAdapter):
         if isinstance(result, Mapping):
             if "loss" not in result:
                 raise ConfigError(f"training_step returned a dict without 'loss': it has {sorted(map(str, result))}.")
-            return checked_loss(result["loss"], self.policy, "training_step"), NO_METRICS
-        return checked_loss(result, self.policy, "training_step"), NO_METRICS
+            result = result["loss"]
+        loss = checked_loss(result, self.policy, "training_step")
+        return (loss if loss.requires_grad else None), NO_METRICS
 
     def validation_step(self, batch: Any, index: int) -> Metrics:
-        """What ``validation_step`` returned; what it logged goes its own way."""
+        """The numbers and scalars that ``validation_step`` returned; what it logged goes its own way."""
         result = self.policy.validation_step(batch, index)  # type: ignore[operator]
-        if isinstance(result, Mapping):
-            return {str(k): v for k, v in result.items()}
-        return NO_METRICS if result is None else {"loss": result}
+        named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
+        return {str(name): value for name, value in named.items() if _is_scalar(value)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 # Source: lightning.pytorch.LightningModule. What a subclass writes here has an effect there, and none here.
@@ -162,31 +206,39 @@ _UNCALLED = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end",
     "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_model_eval", "on_validation_model_train", "training_epoch_end", "validation_epoch_end",
     "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
     "on_save_checkpoint", "on_load_checkpoint", "optimizer_step", "optimizer_zero_grad", "backward",
     "configure_gradient_clipping", "configure_model", "configure_callbacks", "lr_scheduler_step",
-    "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "setup", "prepare_data",
+    "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "setup", "teardown",
+    "prepare_data",
 )  # fmt: skip
+_LIGHTNING = ("lightning.pytorch.core", "pytorch_lightning.core")
 
 
-def _defines(policy: nn.Module, name: str) -> bool:
-    """Whether a class of the user's own, not of Lightning or torch, defines the method."""
-    for cls in type(policy).__mro__:
-        if name in vars(cls):
-            return not cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
-    return False
+def brings(policy: nn.Module, name: str) -> bool:
+    """Whether the policy has the method, and not only as the empty one of LightningModule."""
+    if not callable(getattr(policy, name, None)):
+        return False
+    owner = None if name in vars(policy) else next((c for c in type(policy).__mro__ if name in vars(c)), None)
+    return owner is None or not owner.__module__.startswith(_LIGHTNING)
 
 
 def adapt(policy: Any) -> PolicyAdapter:
     """The adapter for the dialect that the policy speaks.
 
     Raises:
-        ConfigError: It is not an ``nn.Module``, or has nothing to train by.
+        ConfigError: It is not an ``nn.Module``, is wrapped already, or has nothing to train by.
     """
     if not isinstance(policy, nn.Module):
         hint = " Pass an instance of it." if isinstance(policy, type) and issubclass(policy, nn.Module) else ""
         raise ConfigError(f"The policy must be a torch.nn.Module, got {policy!r}.{hint}")
-    if callable(getattr(policy, "training_step", None)):
+    if isinstance(policy, nn.DataParallel | DistributedDataParallel) or hasattr(policy, "_orig_mod"):
+        raise ConfigError(
+            f"The policy is wrapped in {type(policy).__name__}, which hides its methods and renames its parameters.\n"
+            "Pass the policy itself; Trainer(compile=True) compiles it, and Trainer(distributed=...) spreads the run."
+        )
+    if brings(policy, "training_step"):
         return LightningPolicy(policy)
     if type(policy).forward is nn.Module.forward:
         raise ConfigError(
@@ -196,8 +248,8 @@ def adapt(policy: Any) -> PolicyAdapter:
     return PlainPolicy(policy)
 
 
-def checked_loss(loss: Any, policy: nn.Module, method: str) -> Tensor | None:
-    """The loss if it is one; ``None`` if it has no gradient.
+def checked_loss(loss: Any, policy: nn.Module, method: str) -> Tensor:
+    """The loss, if it is one; whether it has a gradient is not looked at.
 
     Raises:
         ConfigError: It is not a tensor, or not a scalar.
@@ -212,4 +264,4 @@ def checked_loss(loss: Any, policy: nn.Module, method: str) -> Tensor | None:
             f"{type(policy).__name__}.{method} must give a scalar loss, got shape {tuple(loss.shape)}.\n"
             "Reduce it, for instance with loss.mean()."
         )
-    return loss if loss.requires_grad else None
+    return loss

@@ -18,10 +18,10 @@ from ..strategies.facts import tf32_support
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .counters import Counters
 from .data import training_data, validation_loader
-from .optimizer import OptimizerFactory, Schedule, ScheduleFactory, trainable
+from .optimizer import OptimizerFactory, Schedule, ScheduleFactory, as_schedule, trainable
 from .optimizer import prepare as prepare_optimizer
 from .plan import Plan
-from .policy import PolicyAdapter, adapt
+from .policy import PolicyAdapter, adapt, brings
 from .process import choose_threads
 from .resolve import Choice
 from .rng import seed_everything
@@ -61,7 +61,7 @@ def prepare(
         The run, and the number of CPU threads it is to have (``None``: torch's choice).
     """
     device, distribution = choices[0].value, choices[2].value
-    adapter = _checked(policy)
+    adapter = _checked(policy, choices[1].value)
     if seed is None:
         seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
     if settings.seed is not None:
@@ -146,7 +146,7 @@ def dry_run(
     plan: Plan,
 ) -> None:
     """Take every decision of a run that needs no data, and write it into ``plan``."""
-    _assemble(trainer, _checked(policy), settings, choices, optimizer, schedule, plan)
+    _assemble(trainer, _checked(policy, choices[1].value), settings, choices, optimizer, schedule, plan)
     seed = "drawn at the start" if settings.seed is None else settings.seed
     plan.add("seed", settings.seed, seed)
     _intervals(settings, plan)
@@ -161,11 +161,12 @@ class _Parts:
     threads: int | None
 
 
-def _checked(policy: nn.Module) -> PolicyAdapter:
+def _checked(policy: nn.Module, precision: PrecisionStrategy) -> PolicyAdapter:
     """The adapter of a policy that can be trained."""
     adapter = adapt(policy)
     trainable(policy)
-    check_parameters(policy.named_parameters())
+    if precision.masters:
+        check_parameters(policy.named_parameters())
     return adapter
 
 
@@ -184,19 +185,22 @@ def _assemble(
     device.setup()
     distribution.setup(device.device)
     policy.to(device.device)
-    policy.train()
-    if settings.compile:
-        policy.compile()
+    plan.notes += _put_in_train_mode(policy)
+    adapter.compiles = settings.compile
     adapter.module = distribution.wrap(policy)
     precision.setup(device.device)
+    precision.convert_module(policy)
+    _convert_steps(adapter, precision)
     optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
     forms = [prepare_optimizer(o, switch=True) for o in optimizers]
+    plan.notes += _unmoved(policy, optimizers)
 
     size = sum(p.numel() for p in trainable(policy))
     threads, why_threads = choose_threads(device.device.type, size, os.environ)
     tf32 = tf32_support(device.device, trainer.facts)
     plan.add("device", choices[0].asked, choices[0].chosen, choices[0].reason)
     plan.add("precision", choices[1].asked, choices[1].chosen, choices[1].reason)
+    _add_masters(plan, policy, precision)
     plan.add("distribution", choices[2].asked, choices[2].chosen, choices[2].reason)
     plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32.native), tf32.reason)
     plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
@@ -207,7 +211,7 @@ def _assemble(
 
 
 def prepare_validation(
-    policy: nn.Module, val_data: Any, settings: Settings, device: DeviceStrategy
+    policy: nn.Module, val_data: Any, settings: Settings, device: DeviceStrategy, precision: PrecisionStrategy
 ) -> tuple[PolicyAdapter, Iterable[Any]]:
     """Adapter and data for a validation without a run.
 
@@ -221,6 +225,7 @@ def prepare_validation(
             f"There is nothing to validate on: validate got no val_data, and {type(policy).__name__} has no "
             "val_dataloader()."
         )
+    _convert_steps(adapter, precision)
     return adapter, data
 
 
@@ -230,7 +235,7 @@ def _validation(
     source = val_data if val_data is not None else adapter.own_data("val_dataloader")
     if source is None:
         return None
-    if adapter.dialect == "Lightning" and not callable(getattr(adapter.policy, "validation_step", None)):
+    if adapter.dialect == "Lightning" and not brings(adapter.policy, "validation_step"):
         raise ConfigError(
             f"There is validation data, but {type(adapter.policy).__name__} has no validation_step(batch, batch_idx)."
         )
@@ -262,15 +267,66 @@ def _optimizers(
     if optimizer is None:
         optimizers, schedules, origin = adapter.optimizers()
     else:
-        optimizers, schedules, origin = [optimizer(trainable(adapter.policy))], [], "named by the run"
+        optimizers, schedules, origin = [_made_by(optimizer, adapter.policy)], [], "named by the run"
     if schedule is not None:
         if len(optimizers) != 1:
             raise ConfigError(
                 f"The run names a schedule, but {origin} gives {len(optimizers)} optimizers, and it would not be plain "
                 "which one it moves.\nReturn the schedules from configure_optimizers instead."
             )
-        schedules = [Schedule(schedule(optimizers[0]))]
+        schedules = [as_schedule(schedule(optimizers[0]), optimizers)]
     return optimizers, schedules, origin
+
+
+def _made_by(factory: Any, policy: nn.Module) -> Optimizer:
+    made = None if isinstance(factory, Optimizer) or not callable(factory) else factory(trainable(policy))
+    if not isinstance(made, Optimizer):
+        got = f"one that gave {made!r}" if callable(factory) else type(factory).__name__
+        raise ConfigError(
+            f"optimizer must be a function that makes an optimizer from the parameters, got {got}.\n"
+            "Write for instance optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)."
+        )
+    return made
+
+
+def _put_in_train_mode(policy: nn.Module) -> list[str]:
+    """Train mode for a policy that is in eval mode as a whole; parts that alone are in eval mode stay so."""
+    notes = []
+    if not policy.training:  # as load() and many pretrained policies come
+        policy.train()
+        notes.append(f"{type(policy).__name__} came in eval mode and was put in train mode")
+    resting = [name for name, module in policy.named_modules() if not module.training]
+    topmost = [name for name in resting if name.rpartition(".")[0] not in resting]
+    if topmost:
+        notes.append(f"in eval mode stay, as they came: {', '.join(topmost)}")
+    return notes
+
+
+def _convert_steps(adapter: PolicyAdapter, precision: PrecisionStrategy) -> None:
+    """Let what passes between the run and the policy be converted, where the precision converts any."""
+    for name in ("training_step", "validation_step"):
+        step = getattr(adapter, name)
+        converting = precision.converting(step)
+        if converting is not step:
+            vars(adapter)[name] = converting
+
+
+def _add_masters(plan: Plan, policy: nn.Module, precision: PrecisionStrategy) -> None:
+    """Say it where updates move weights that are not float32."""
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trainable(policy)} - {"float32"})
+    if dtypes:
+        plan.add("masters", "", "none", f"trainable weights and optimizer state are {' and '.join(dtypes)}")
+    if precision.note:
+        plan.notes.append(precision.note)
+
+
+def _unmoved(policy: nn.Module, optimizers: list[Optimizer]) -> list[str]:
+    moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in moved]
+    if not left:
+        return []
+    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+    return [f"no optimizer has these trainable parameters, so they stay as they are: {', '.join(left[:5])}{more}"]
 
 
 def _intervals(settings: Settings, plan: Plan) -> Intervals:

@@ -21,6 +21,7 @@ from ..strategies.device import (
 )
 from ..strategies.distributed import DistributionStrategy, SingleProcess
 from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.fabric import FabricPlugin, FabricPrecision, is_fabric_plugin
 from ..strategies.facts import MachineFacts, bf16_support, describe, fp16_support
 from ..strategies.mixed import BF16, FP16
 from ..strategies.obstacles import (
@@ -130,17 +131,25 @@ def _why_automatic(facts: MachineFacts) -> str:
 
 
 def resolve_precision(
-    request: str | PrecisionStrategy,
+    request: str | PrecisionStrategy | FabricPlugin,
     device: torch.device,
     facts: MachineFacts,
     grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
 ) -> Choice[PrecisionStrategy]:
     """The precision strategy for a request, checked against the device.
 
+    Args:
+        request: "no", "bf16", "fp16", "auto", a strategy, or a precision plugin of lightning-fabric. Those of its
+            own plugins that are none of the first three go by their names too ("bf16-true", "16-true", "64-true"),
+            so that what they trained can be loaded.
+
     Raises:
         ConfigError: The request is no precision, or ``grad_scaler`` goes with none of it.
         PrecisionError: The device cannot run it.
     """
+    strategy: PrecisionStrategy
+    if is_fabric_plugin(request):
+        request = FabricPrecision(request)
     if isinstance(request, PrecisionStrategy):
         strategy, asked, reason = request, request.name, "an object was given"
         if grad_scaler is not None and isinstance(request, FP16):
@@ -152,29 +161,39 @@ def resolve_precision(
     else:
         name, reason = choose_precision(device, facts) if request == "auto" else (request, "")
         strategy, asked = _precision_named(name, grad_scaler), str(request)
+    if isinstance(strategy, FabricPrecision):
+        asked, reason = strategy.asked, strategy.description
     if grad_scaler is not None and not isinstance(strategy, FP16):
+        found = strategy.description if isinstance(strategy, FabricPrecision) else repr(strategy.name)
         raise ConfigError(
-            f"grad_scaler sets the loss scale of precision='fp16', but precision is {strategy.name!r}.\n"
+            f"grad_scaler sets the loss scale of precision='fp16', but precision is {found}.\n"
             "Leave grad_scaler out, or use precision='fp16'."
         )
     strategy.check(device, facts)
     return Choice(value=strategy, asked=asked, chosen=strategy.name, reason=reason)
 
 
-def _precision_named(
-    name: object, grad_scaler: GradScalerConfig | Mapping[str, Any] | None
-) -> PrecisionStrategy:
+def _precision_named(name: object, grad_scaler: GradScalerConfig | Mapping[str, Any] | None) -> PrecisionStrategy:
     if name == "no":
         return FullPrecision()
     if name == "bf16":
         return BF16()
     if name == "fp16":
         return FP16(grad_scaler)
+    if name in ("bf16-true", "16-true", "64-true"):
+        return FabricPrecision(_fabric_plugin(str(name)))
     valid = "precision must be no, bf16, fp16 or auto, or a precision strategy"
     word = str(name).strip().lower()
     meant = next((m for words, m in _PRECISIONS.items() if word in words), None)
     near = meant or next(iter(get_close_matches(word, ("no", "bf16", "fp16", "auto"), n=1)), "auto")
     raise ConfigError(f"{valid}, got {name!r}.\nUse precision={near!r}.")
+
+
+def _fabric_plugin(name: str) -> FabricPlugin:
+    from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision  # takes seconds
+
+    halves = {"bf16-true": HalfPrecision("bf16-true"), "16-true": HalfPrecision("16-true")}
+    return halves.get(name) or DoublePrecision()
 
 
 _PRECISIONS = {
@@ -184,9 +203,7 @@ _PRECISIONS = {
 }
 
 
-def resolve_distribution(
-    request: str | DistributionStrategy, facts: MachineFacts
-) -> Choice[DistributionStrategy]:
+def resolve_distribution(request: str | DistributionStrategy, facts: MachineFacts) -> Choice[DistributionStrategy]:
     """The distribution strategy for a request.
 
     Raises:
@@ -202,11 +219,7 @@ def resolve_distribution(
         )
     world = int(dict(facts.environment).get("WORLD_SIZE") or 1)
     if request in ("ddp", "fsdp") or world > 1:
-        found = (
-            f"distributed={request!r} was requested"
-            if request != "auto"
-            else "a launcher started this process"
-        )
+        found = f"distributed={request!r} was requested" if request != "auto" else "a launcher started this process"
         raise DistributedError(
             f"{found} (WORLD_SIZE is {world}), but this release of policyfit runs one process.\n"
             "Start it as one process, without a launcher, with distributed='none'."

@@ -129,7 +129,7 @@ def rollout(
     tally = _Tally()
 
     def act_on_host(observation: Any) -> Tensor:
-        on_device = to_device(_to_tensors(observation))
+        on_device = to_device(to_tensors(observation))
         start = time.perf_counter()
         actions = act(on_device).detach().cpu()
         tally.latencies_ms.append(1000 * (time.perf_counter() - start))
@@ -212,9 +212,7 @@ def _check_request(policy: nn.Module, env: Vector, episodes: int, max_steps: int
         )
 
 
-def _play_round(
-    env: Vector, episodes: range, seed: int, act: _Act, max_steps: int | None, tally: _Tally
-) -> None:
+def _play_round(env: Vector, episodes: range, seed: int, act: _Act, max_steps: int | None, tally: _Tally) -> None:
     """Play ``episodes`` in lockstep, one in each environment; environments left over run along uncounted."""
     from gymnasium.vector import AutoresetMode
 
@@ -243,10 +241,10 @@ def _play_round(
     tally.succeeded += succeeded[: len(episodes)].tolist()
 
 
-def _to_tensors(observation: Any) -> Any:
+def to_tensors(observation: Any) -> Any:
     """Arrays as tensors with their own memory, as environments reuse their buffers; text as it is."""
     if isinstance(observation, dict):
-        return {key: _to_tensors(value) for key, value in observation.items()}
+        return {key: to_tensors(value) for key, value in observation.items()}
     if not isinstance(observation, np.ndarray):
         return observation
     dtype = np.float32 if observation.dtype == np.float64 else observation.dtype

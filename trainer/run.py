@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..callbacks.callback import CallbackList
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import ConfigError
 from ..strategies.precision import PrecisionStrategy
 from .counters import Counters
 from .data import MicroBatch, TrainingData
@@ -64,11 +63,13 @@ class Run:
     stop_reason: str | None = None
     in_window: bool = False
     resumed_step: int = 0
+    validated_step: int | None = None
     #: The random streams of a checkpoint, put in place once the data iterator exists.
     streams: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self._validated_at = -1
+        self._validated: dict[str, float] = {}
+        self._told_of_nothing = False
         self._begin_clock()
 
     def _begin_clock(self) -> None:
@@ -107,26 +108,23 @@ class Run:
         return batches
 
     def end_epoch(self) -> None:
-        """The epoch's data is used up: settle its last update and go on to the next epoch.
-
-        Raises:
-            ConfigError: The epoch gave no micro-batch at all.
-        """
+        """The epoch's data is used up: settle its last update and go on to the next epoch."""
         counters = self.counters
-        if counters.batch_in_epoch == 0:
-            raise ConfigError(
-                f"train_data gave no batch in epoch {counters.epoch}, so the run would never end.\n"
-                "If it is an iterable dataset, make __iter__ start anew each time it is called."
-            )
         self.updater.settle()
         for schedule in self.schedules:
             if schedule.interval == "epoch":
-                if schedule.monitor is not None and self.validation_data is not None:
-                    self._validate_once()
+                if schedule.monitor is not None:
+                    self._bring_up_to_date(schedule.monitor)
                 schedule.advance(self.trainer.metrics)
         self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
         counters.epoch += 1
         counters.batch_in_epoch = 0
+
+    def _bring_up_to_date(self, metric: str) -> None:
+        """Validate, and if that does not give the metric, log what was collected since the last record."""
+        self._validate_once()
+        if metric not in self._validated and self.counters.step != self._logged[0]:
+            self._log()
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -180,10 +178,10 @@ class Run:
 
     def _validate_once(self) -> None:
         """Validate, unless this very step was validated already."""
-        if self.validation_data is None or self._validated_at == self.counters.step:
+        if self.validation_data is None or self.validated_step == self.counters.step:
             return
-        self._validated_at = self.counters.step
-        metrics = validate(
+        self.validated_step = self.counters.step
+        self._validated = validate(
             self.adapter,
             self.validation_data,
             trainer=self.trainer,
@@ -192,23 +190,27 @@ class Run:
             callbacks=self.callbacks,
             seed=self.seed,
         )
-        self.emit({"step": self.counters.step, "epoch": self.counters.epoch, **metrics})
+        if self._validated:
+            self.emit({"step": self.counters.step, "epoch": self.counters.epoch, **self._validated})
+        elif not self._told_of_nothing:
+            self._told_of_nothing = True
+            message = "validation has no metric: the data gave no batch, or the policy reported nothing for it"
+            self.trainer.event("warning", source="validation", message=message)
         self.callbacks.call("on_validation_end", self.trainer, self.policy)
 
     # Beginning and end ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The policy may report from now on, and steps per second count from here."""
+        """The policy may report from now on, has no gradients yet, and steps per second count from here."""
         self.adapter.attach(self.trainer.log)
+        self.policy.zero_grad()
         self.updater.watch_buffers()
         self._begin_clock()
 
-    def close(self) -> None:
-        """Leave policy, optimizers, loader processes and the other ranks as they are to be left; after any end."""
-        self.updater.release()
-        self.adapter.detach()
-        self.data.close()
-        self.distribution.teardown()
+    def endings(self) -> tuple[Callable[[], None], ...]:
+        """What leaves optimizers, policy, loader processes and the other ranks as they are to be left."""
+        steps = (self.updater.release, self.policy.zero_grad, self.adapter.detach, self.data.close)
+        return (*steps, self.distribution.teardown)
 
     def finish(self) -> None:
         """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""

@@ -211,9 +211,7 @@ class KeyedSamples:
         tell_epoch: Call the dataset's ``set_epoch``, if it has one, where the samples are made.
     """
 
-    def __init__(
-        self, dataset: _Dataset, collate: Callable[[Any], Any], seed: int, *, tell_epoch: bool = True
-    ) -> None:
+    def __init__(self, dataset: _Dataset, collate: Callable[[Any], Any], seed: int, *, tell_epoch: bool = True) -> None:
         vars(self).update(_dataset=dataset, _collate=collate, _seed=seed, _tell_epoch=tell_epoch, _told=None)
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, is_dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ def capture(run: Run, extra: dict[str, Any]) -> CheckpointState:
     """The run as it stands, every update settled and no window open.
 
     Args:
-        extra: What callbacks added in ``on_save_checkpoint``.
+        extra: What callbacks added in ``on_save_checkpoint``; ``models``, whole state dicts of the policy by name, go
+            into files of their own.
     """
+    models = extra.pop("models", {})
     return CheckpointState(
+        models=models,
         manifest={
             "counters": run.counters.to_dict(),
             "seed": run.seed,
@@ -48,6 +52,7 @@ def capture(run: Run, extra: dict[str, Any]) -> CheckpointState:
             "checkpoint": extra,
             "means": run.means.state_dict(),
             "metrics": dict(run.trainer.metrics),
+            "validated_step": run.validated_step,
         },
     )
 
@@ -67,7 +72,8 @@ def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
         if before != value:
             raise ConfigError(
                 f"The run that {checkpoint} belongs to had {name}={before}, and now it is {value}: the samples "
-                "after the checkpoint would not be those of the run.\nKeep it as it was, or start a new run in another run_dir."
+                "after the checkpoint would not be those of the run.\n"
+                "Keep it as it was, or start a new run in another run_dir."
             )
     load_policy(run.policy, saved.model, checkpoint)
     for what, mine, theirs in (
@@ -93,6 +99,7 @@ def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
     run.resumed_step = counters.step
     run.means.load_state_dict(saved.callbacks.get("means", {}))
     run.trainer.metrics.update(saved.callbacks.get("metrics", {}))
+    run.validated_step = saved.callbacks.get("validated_step")
     missing = run.callbacks.load_state_dict(saved.callbacks.get("states", {}))
     remarks += [f"the checkpoint has a state for {key}, but the run has no such callback" for key in missing]
     run.streams = saved.rng
@@ -181,13 +188,25 @@ def policy_config(policy: torch.nn.Module) -> dict[str, Any]:
 def describe(settings: Settings, run: Run) -> dict[str, Any]:
     """``config.yaml`` of a run without a run file: the policy's class and arguments, and the trainer's settings.
 
-    Data, callbacks and loggers were given as objects, which a file cannot repeat.
+    Data, callbacks and loggers were given as objects, which a file cannot repeat. A policy is left out whose
+    arguments are not known: one built with others would act differently.
     """
+    policy = _recipe(run.policy)
     trainer = {name: getattr(settings, name) for name in Settings.__dataclass_fields__}
     return {
-        "policy": {"class_path": _name(run.policy), "init_args": policy_config(run.policy)},
+        **({} if policy is None else {"policy": policy}),
         "trainer": {"device": run.device.name, "precision": run.precision.name, **trainer, "seed": run.seed},
     }
+
+
+def _recipe(policy: torch.nn.Module) -> dict[str, Any] | None:
+    """What makes the policy again, or ``None`` when its class has arguments and it does not say which it got."""
+    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    takes = [name for name, p in signature(type(policy)).parameters.items() if p.kind not in kinds]
+    config = policy_config(policy)
+    if takes and not config:
+        return None
+    return {"class_path": _name(policy), "init_args": {"config": config} if takes == ["config"] else config}
 
 
 def _name(policy: torch.nn.Module) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ from ..callbacks.callback import Callback, CallbackList
 from ..callbacks.defaults import with_defaults
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import CallbackError
+from ..strategies.errors import CallbackError, ConfigError
+from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.scaler import GradScalerConfig
@@ -26,12 +28,12 @@ from .loop import train
 from .optimizer import OptimizerFactory, ScheduleFactory
 from .plan import Plan
 from .prepare import dry_run, prepare, prepare_validation
-from .process import choose_threads, process_state
+from .process import choose_threads, process_state, run_all
 from .resolve import resolve_device, resolve_distribution, resolve_precision
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
-from .run_dir import check_free, new_run_dir, newest_run
+from .run_dir import check_free, make, new_name, newest_run
 from .settings import NonFinite, Settings, whole
 from .validation import validate
 from .view import RunView
@@ -42,7 +44,8 @@ class Trainer(RunView):
 
     Args:
         device: "auto", "cpu", "cuda", "cuda:N", "mps", "xpu", "xpu:N" ("rocm", "hip" on ROCm), or a strategy.
-        precision: "no", "bf16", "fp16", "auto", or a strategy such as ``FP16(allow_cpu=True)``.
+        precision: "no", "bf16", "fp16", "auto", a strategy such as ``FP16(allow_cpu=True)``, or a precision plugin
+            of lightning-fabric.
         grad_scaler: Settings of fp16's loss scale, a ``GradScalerConfig`` or its fields.
         tf32: On (True) or off (False) where the device has it; ``None`` leaves torch's switches alone.
         distributed: "auto" or "none": one process. Others come with a later release.
@@ -77,7 +80,7 @@ class Trainer(RunView):
     def __init__(
         self,
         device: str | DeviceStrategy = "auto",
-        precision: str | PrecisionStrategy = "no",
+        precision: str | PrecisionStrategy | FabricPlugin = "no",
         *,
         grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
         tf32: bool | None = True,
@@ -127,6 +130,7 @@ class Trainer(RunView):
         self.callbacks = CallbackList(with_defaults(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
         self._metrics = {}
         self._collect: Callable[[str, Any], None] | None = None
+        self._evaluating = False
         self._run = None
         self._plan = Plan()
         self._status = "new"
@@ -135,6 +139,8 @@ class Trainer(RunView):
 
     # Training ---------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # fit may be called inside their opposites
     def fit(
         self,
         policy: nn.Module,
@@ -160,11 +166,13 @@ class Trainer(RunView):
         Raises:
             PolicyfitError: Any of its kinds, before the first batch where that is possible.
         """
+        if self._status == "running":
+            raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
+        self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
         checkpoint = self._find_checkpoint(resume)
         if checkpoint is None and self._run_dir is not None:
             check_free(self._run_dir)
         saved = None if checkpoint is None else state.read(checkpoint)
-        self._plan, self._metrics, self._run = Plan(), {}, None
         run, threads = prepare(
             self,
             policy,
@@ -179,23 +187,22 @@ class Trainer(RunView):
             emit=self._emit,
             plan=self._plan,
         )
-        with process_state(deterministic=self._settings.deterministic, threads=threads):
+        with self._process_state(threads):
             self._fit(run, checkpoint, saved)
 
     def _fit(self, run: Run, checkpoint: Path | None, saved: state.Saved | None) -> None:
-        if checkpoint is None:
-            run.run_dir = self._run_dir or new_run_dir(type(run.policy).__name__)
-        else:
-            run.run_dir = self._run_dir or checkpoint.parent.parent
+        own = new_name(type(run.policy).__name__) if checkpoint is None else checkpoint.parent.parent
+        run.run_dir = self._run_dir or own
         self._run, self._status = run, "running"
         try:
             run.start()
             if saved is not None and checkpoint is not None:
                 self._plan.notes += state.restore(run, saved, checkpoint)
-            self._write_description(run, fresh=saved is None)
             self.callbacks.call("setup", self, run.policy, "fit")
+            self._write_description(run, fresh=saved is None)  # what was refused until here wrote nothing
             if saved is not None:
-                self.callbacks.call("on_load_checkpoint", self, run.policy, saved.callbacks.get("checkpoint", {}))
+                added = {**saved.callbacks.get("checkpoint", {}), "models": saved.models}
+                self.callbacks.call("on_load_checkpoint", self, run.policy, added)
             self.callbacks.call("on_fit_start", self, run.policy)
             train(run)
             run.finish()
@@ -203,13 +210,25 @@ class Trainer(RunView):
             self.callbacks.call("on_fit_end", self, run.policy)
         except BaseException as error:
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.callbacks.call("on_exception", self, run.policy, error)
+            run_all((*self._each("on_exception", run.policy, error), *self._endings(run, "failed")), error)
             raise
-        finally:
-            run.close()
-            self.callbacks.call("teardown", self, run.policy, "fit")
-            for logger in self._loggers:
-                logger.finalize("success" if self._status in ("completed", "stopped") else "failed")
+        try:
+            run_all(self._endings(run, "success"))
+        except BaseException:
+            self._status = "failed"
+            raise
+
+    def _each(self, hook: str, *arguments: Any) -> list[Callable[[], None]]:
+        """The calls of a hook that has to reach every callback, whatever the ones before it raise."""
+        return [partial(bound, self, *arguments) for bound in self.callbacks.bound[hook]]
+
+    def _endings(self, run: Run, status: str) -> list[Callable[[], None]]:
+        finalize = [partial(logger.finalize, status) for logger in self._loggers]
+        return [*run.endings(), *self._each("teardown", run.policy, "fit"), *finalize]
+
+    def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
+        device_type, deterministic = self.device.device.type, self._settings.deterministic
+        return process_state(deterministic=deterministic, threads=threads, device_type=device_type)
 
     def _find_checkpoint(self, resume: str | Path | None) -> Path | None:
         if resume is None:
@@ -223,7 +242,7 @@ class Trainer(RunView):
 
         if not self.is_main:
             return
-        run.run_dir.mkdir(parents=True, exist_ok=True)
+        run.run_dir = make(run.run_dir, new=fresh and self._run_dir is None)
         (run.run_dir / "plan.json").write_text(json.dumps(self._plan.to_dict(), indent=2) + "\n")
         if fresh or not (run.run_dir / "config.yaml").exists():
             config = self.config if self.config is not None else state.describe(self._settings, run)
@@ -267,6 +286,11 @@ class Trainer(RunView):
         finally:
             self._collect = before
 
+    def training_loss(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        """The loss of a micro-batch that is on the device, as the loop computes it; ``None`` without a gradient."""
+        with self.precision.autocast():
+            return self._active.adapter.training_step(batch, batch_idx)[0]
+
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path | None = None) -> Path:
@@ -288,6 +312,11 @@ class Trainer(RunView):
             )
         run.updater.settle()
         run.updater.check_finite()
+        if self._evaluating:
+            raise CallbackError(
+                "save_checkpoint() was called during a validation or rollout, in which other weights may stand in.\n"
+                "Call it from on_validation_end, on_rollout_end or on_due."
+            )
         extra: dict[str, Any] = {}
         self.callbacks.call("on_save_checkpoint", self, run.policy, extra)
         folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
@@ -327,8 +356,12 @@ class Trainer(RunView):
         return self._plan
 
     def validate(self, policy: nn.Module, val_data: Any = None) -> dict[str, float]:
-        """The ``val/...`` means of ``policy`` over ``val_data``, or over its own ``val_dataloader()``."""
-        adapter, data = prepare_validation(policy, val_data, self._settings, self.device)
+        """The ``val/...`` means of ``policy`` over ``val_data``, or over its own ``val_dataloader()``.
+
+        Raises:
+            ConfigError: There is no validation data, or no batch in it.
+        """
+        adapter, data = prepare_validation(policy, val_data, self._settings, self.device, self.precision)
         adapter.attach(self.log)
         try:
             with self._standing(policy, "validate"):
@@ -341,6 +374,10 @@ class Trainer(RunView):
                     callbacks=self.callbacks,
                     seed=self._settings.seed or 0,
                 )
+                if not metrics:
+                    raise ConfigError(
+                        "validate() found no metric: the data gave no batch, or the policy reported nothing for it."
+                    )
                 self._metrics.update(metrics)
                 self.callbacks.call("on_validation_end", self, policy)
         finally:
@@ -360,13 +397,24 @@ class Trainer(RunView):
 
         def act(observation: Any) -> torch.Tensor:
             with self.precision.autocast():
-                return policy.select_action(observation)  # type: ignore[operator,no-any-return]
+                return self.precision.converting(policy.select_action)(observation)  # type: ignore[arg-type, no-any-return]
 
-        with self._standing(policy, "evaluate"), preserved(self.device), acting(policy):
-            self.callbacks.call("on_rollout_start", self, policy)
-            report = rollout(policy, env, episodes=episodes, seed=seed, act=act, to_device=self.device.move)
+        with self._standing(policy, "evaluate"):
+            with self.evaluating(policy):
+                self.callbacks.call("on_rollout_start", self, policy)
+                report = rollout(policy, env, episodes=episodes, seed=seed, act=act, to_device=self.device.move)
             self.callbacks.call("on_rollout_end", self, policy, report)
         return report
+
+    @contextmanager
+    def evaluating(self, policy: nn.Module) -> Iterator[None]:
+        """Eval mode, and what callbacks put in place for it; modes, weights and random streams come back exactly."""
+        before, self._evaluating = self._evaluating, True
+        try:
+            with preserved(self.device), acting(policy), self.callbacks.evaluating(self, policy):
+                yield
+        finally:
+            self._evaluating = before
 
     @contextmanager
     def _standing(self, policy: nn.Module, stage: str) -> Iterator[None]:
@@ -377,11 +425,14 @@ class Trainer(RunView):
         self.device.setup()
         policy.to(self.device.device)
         self.precision.setup(self.device.device)
+        self.precision.convert_module(policy)
         size = sum(p.numel() for p in policy.parameters())
         threads, _ = choose_threads(self.device.device.type, size, os.environ)
-        with process_state(deterministic=self._settings.deterministic, threads=threads):
+        with self._process_state(threads):
             try:
                 self.callbacks.call("setup", self, policy, stage)
                 yield
-            finally:
-                self.callbacks.call("teardown", self, policy, stage)
+            except BaseException as error:
+                run_all(self._each("teardown", policy, stage), error)
+                raise
+            run_all(self._each("teardown", policy, stage))

@@ -136,7 +136,7 @@ class Updater:
 
         if self._guard:
             precision.unscale(self.optimizers, gradients, non_finite)
-            norms = _norms(gradients, norm)
+            norms = _norms(precision, gradients, norm)
             skip.zero_()
             precision.find_non_finite([norm], skip)
         if self._before_step:
@@ -146,7 +146,7 @@ class Updater:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             if self._guard:  # what was edited is checked again, still before any clipping; the flags only rise
                 precision.find_non_finite(gradients, non_finite)
-                norms = _norms(gradients, norm)
+                norms = _norms(precision, gradients, norm)
                 precision.find_non_finite([norm], skip)
         if self._guard:
             self._distribution.reduce_max(self._flags)
@@ -182,7 +182,7 @@ class Updater:
             torch._foreach_clamp_max_(gradients, self._clip_value)
         if self._clip_norm is not None:
             if self._clip_value is not None or not self._guard:
-                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+                norm = torch.linalg.vector_norm(self._precision.norms(gradients))
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0))
 
     # Settling ------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Updater:
             f"{_REASONS[outcome.reason or '']}, {why}.\n"
             f"{f'Non-finite gradient norms: {shown}.' if names else 'No gradient norm was kept.'}\n"
             "The weights are those before it. Look at the loss and the data of this update; a lower learning rate or "
-            "clip_norm helps when the loss grew before it, and non_finite='skip' with a higher max_skips tolerates more."
+            "clip_norm helps when the loss grew before it, and a higher max_skips tolerates more."
         )
 
     def _check_buffers(self) -> None:
@@ -321,8 +321,8 @@ _REASONS: dict[str, str] = {
 }
 
 
-def _norms(gradients: list[Tensor], total: Tensor) -> Tensor:
-    norms = torch.stack(torch._foreach_norm(gradients))
+def _norms(precision: PrecisionStrategy, gradients: list[Tensor], total: Tensor) -> Tensor:
+    norms = precision.norms(gradients)
     torch.linalg.vector_norm(norms, out=total)
     return norms
 
@@ -350,5 +350,3 @@ def finite_buffers(policy: nn.Module) -> frozenset[str]:
 def non_finite_buffers(policy: nn.Module, watched: frozenset[str]) -> list[str]:
     """Names of those ``watched`` buffers that are no longer finite. Waits for the device."""
     return [n for n, b in policy.named_buffers() if n in watched and not bool(b.isfinite().all())]
-
-

@@ -14,8 +14,7 @@ from ..strategies.precision import PrecisionStrategy
 from .data import count_samples
 from .metrics import scalar
 from .policy import PolicyAdapter
-from .rng import derive_seed, preserved, seed_everything
-from .rollout import acting
+from .rng import derive_seed, seed_everything
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -62,7 +61,7 @@ def validate(
     streams are afterwards what they were.
     """
     policy, means = adapter.policy, SampleMeans()
-    with preserved(device), acting(policy), trainer.collecting(means.add), torch.no_grad():
+    with trainer.evaluating(policy), trainer.collecting(means.add), torch.no_grad():
         seed_everything(derive_seed(seed, "validation"))
         callbacks.call("on_validation_start", trainer, policy)
         for index, batch in enumerate(device.stream(data)):

@@ -21,7 +21,5 @@ class QuickRollout(Callback):
         return step > 0 and step % self.every == 0
 
     def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
-        report = trainer.evaluate(
-            policy, PickPlace(num_envs=self.episodes), episodes=self.episodes, seed=PREVIEW_SEED
-        )
+        report = trainer.evaluate(policy, PickPlace(num_envs=self.episodes), episodes=self.episodes, seed=PREVIEW_SEED)
         trainer.event("quick_rollout", solved=report.successes, played=report.episodes)

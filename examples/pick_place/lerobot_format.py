@@ -104,9 +104,7 @@ def read(root: Path) -> tuple[dict[str, Column], NDArray[np.int64]]:
             f"{root} holds {len(data)} frames where its episodes add up to {lengths.sum()} "
             f"and meta/info.json counts {info['total_frames']}."
         )
-    return {
-        key: _column(data.column(key), feature["shape"]) for key, feature in info["features"].items()
-    }, lengths
+    return {key: _column(data.column(key), feature["shape"]) for key, feature in info["features"].items()}, lengths
 
 
 def _read_all(folder: Path) -> Any:

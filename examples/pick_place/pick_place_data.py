@@ -110,9 +110,7 @@ def record(root: str | Path, episodes: int = 50, val_episodes: int = 5) -> None:
     root = Path(root)
     seeds = [TRAINING_SEED + i for i in range(episodes)] + [VALIDATION_SEED + i for i in range(val_episodes)]
     env = PickPlaceEnv()
-    recording = [
-        _episode(env, seed) for seed in track(seeds, f"Recording {len(seeds)} demonstrations to {root}")
-    ]
+    recording = [_episode(env, seed) for seed in track(seeds, f"Recording {len(seeds)} demonstrations to {root}")]
     env.close()
 
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -162,9 +160,7 @@ def _splits(episodes: int, val_episodes: int) -> dict[str, str]:
     return {"train": f"0:{episodes}", "val": f"{episodes}:{episodes + val_episodes}"}
 
 
-def _read(
-    root: Path, splits: dict[str, str]
-) -> tuple[dict[str, lerobot_format.Column], lerobot_format.Column]:
+def _read(root: Path, splits: dict[str, str]) -> tuple[dict[str, lerobot_format.Column], lerobot_format.Column]:
     try:
         found = lerobot_format.read_info(root)["splits"]
         frames, lengths = lerobot_format.read(root)

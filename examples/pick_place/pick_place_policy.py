@@ -60,9 +60,7 @@ class ActPolicy(nn.Module):
         feedforward: int = 128,
     ) -> None:
         if not 1 <= execute <= chunk:
-            raise ConfigError(
-                f"ActPolicy.execute must be in 1..chunk, got execute={execute} with chunk={chunk}."
-            )
+            raise ConfigError(f"ActPolicy.execute must be in 1..chunk, got execute={execute} with chunk={chunk}.")
         super().__init__()
         self.config: dict[str, Any] = {
             "chunk": chunk,
@@ -106,9 +104,7 @@ class ActPolicy(nn.Module):
             for name in ("mean", "std"):
                 if stats[key][name].shape != (width,):
                     found = tuple(stats[key][name].shape)
-                    raise ConfigError(
-                        f"The {name} of {key} has shape {found}, but this policy takes ({width},)."
-                    )
+                    raise ConfigError(f"The {name} of {key} has shape {found}, but this policy takes ({width},).")
                 if not stats[key][name].isfinite().all():
                     raise ConfigError(f"The {name} of {key} is not finite: {stats[key][name].tolist()}.")
         state, environment = stats["observation.state"], stats["observation.environment_state"]
@@ -151,9 +147,7 @@ class ActPolicy(nn.Module):
         return self._plan_TBA.pop(0)
 
     def _predict(self, observation: Mapping[str, Tensor]) -> Tensor:
-        obs_BF = torch.cat(
-            [observation["observation.state"], observation["observation.environment_state"]], -1
-        )
+        obs_BF = torch.cat([observation["observation.state"], observation["observation.environment_state"]], -1)
         memory_BKD = self.embed((obs_BF - self.obs_mean_F) / self.obs_std_F)
         queries_BTD = self.queries_TD.expand(len(obs_BF), -1, -1)
         action_BTA: Tensor = self.head(self.decoder(queries_BTD, memory_BKD))

@@ -1,14 +1,17 @@
 """policyfit trains robot policies: the device and the precision you ask for are what runs.
 
-    Trainer(device="auto", precision="bf16").fit(policy)
+Trainer(device="auto", precision="bf16").fit(policy)
 """
 
 from policyfit.callbacks import (
+    EMA,
     TF32,
     BF16Support,
     Callback,
     Checkpoint,
     MetricsLog,
+    OverflowReport,
+    PrecisionAudit,
     Progress,
     ScaleMonitor,
 )
@@ -39,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BF16",
+    "EMA",
     "FP16",
     "TF32",
     "BF16Support",
@@ -58,7 +62,9 @@ __all__ = [
     "MachineFacts",
     "MetricsLog",
     "Outcome",
+    "OverflowReport",
     "PolicyfitError",
+    "PrecisionAudit",
     "PrecisionError",
     "Progress",
     "RolloutReport",

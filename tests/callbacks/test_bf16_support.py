@@ -34,9 +34,7 @@ class FakeTrainer:
         self.events.append({"event": kind, **fields})
 
 
-def check(
-    device: str, facts: MachineFacts, precision: PrecisionStrategy, times: int = 1
-) -> list[dict[str, Any]]:
+def check(device: str, facts: MachineFacts, precision: PrecisionStrategy, times: int = 1) -> list[dict[str, Any]]:
     trainer: Any = FakeTrainer(device, facts, precision)
     callback = BF16Support()
     for _ in range(times):
@@ -56,9 +54,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("device", "facts", "found", "advice"), REFUSED)
-def test_bf16_is_refused_where_it_is_not_native(
-    device: str, facts: MachineFacts, found: str, advice: str
-) -> None:
+def test_bf16_is_refused_where_it_is_not_native(device: str, facts: MachineFacts, found: str, advice: str) -> None:
     with pytest.raises(PrecisionError) as error:
         check(device, facts, BF16())
     message = str(error.value)
@@ -68,9 +64,7 @@ def test_bf16_is_refused_where_it_is_not_native(
 
 
 @pytest.mark.parametrize(("device", "facts", "found", "advice"), REFUSED)
-def test_every_remedy_named_holds_on_that_machine(
-    device: str, facts: MachineFacts, found: str, advice: str
-) -> None:
+def test_every_remedy_named_holds_on_that_machine(device: str, facts: MachineFacts, found: str, advice: str) -> None:
     with pytest.raises(PrecisionError) as error:
         check(device, facts, BF16())
     remedies = str(error.value).partition("\n")[2]

@@ -145,9 +145,7 @@ def test_checkpoint_of_the_best_knows_that_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_metric_that_is_not_finite_is_never_best_and_never_in_the_way(
-    tmp_path: Path, odd: float, mode: str
-) -> None:
+def test_metric_that_is_not_finite_is_never_best_and_never_in_the_way(tmp_path: Path, odd: float, mode: str) -> None:
     trainer, callback = start(tmp_path, every_steps=0, keep=1, monitor="val/loss", mode=mode)
     values = [odd, 1.0, 0.5, odd] if mode == "min" else [odd, 0.5, 1.0, odd]
     drive(trainer, callback, range(1, 5), dict(enumerate(values, 1)))
@@ -170,16 +168,12 @@ def test_kept_are_exactly_the_newest_and_the_best_whatever_the_metrics(tmp_path:
             dice.choice([2, 3, 900]),
         )
         validate, steps = dice.choice([1, 2, 5]), dice.choice([900, 9990]) + 1
-        trainer, callback = start(
-            tmp_path / str(case), every_steps=every, keep=keep, monitor="val/loss", mode=mode
-        )
+        trainer, callback = start(tmp_path / str(case), every_steps=every, keep=keep, monitor="val/loss", mode=mode)
         best: tuple[float, int] | None = None
         for step in range(steps, steps + 30):
             value = dice.choice([math.nan, math.inf, -math.inf, *[dice.random() for _ in range(6)]])
             sign = 1 if mode == "min" else -1
-            improved = (
-                step % validate == 0 and math.isfinite(value) and (best is None or sign * value < best[0])
-            )
+            improved = step % validate == 0 and math.isfinite(value) and (best is None or sign * value < best[0])
             if improved:
                 best = (sign * value, step)
             drive(trainer, callback, range(step, step + 1), {step: value} if step % validate == 0 else None)

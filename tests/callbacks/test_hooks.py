@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box
-from policyfit import Callback, Trainer
-from policyfit.callbacks import hooks
-from policyfit.callbacks.hooks import HOOKS
 from torch import Tensor
 from toys import MLP, InMemory, batches
 
-NOT_HOOKS = {"state_key", "state_dict", "load_state_dict", "due"}
+from policyfit import Callback, Trainer
+from policyfit.callbacks import hooks
+from policyfit.callbacks.hooks import HOOKS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text()
+NOT_HOOKS = {"evaluating", "state_key", "state_dict", "load_state_dict", "due"}
 
 
 class Acting(MLP):
@@ -101,6 +103,23 @@ def test_hook_list_is_the_documented_one() -> None:
     assert named == set(HOOKS)
 
 
+def test_page_on_callbacks_names_every_hook_and_no_other() -> None:
+    assert set(re.findall(r"\bon_[a-z_]+|\bsetup\b|\bteardown\b", PAGE)) - {"on_"} == set(HOOKS)
+
+
+def test_callbacks_of_the_page_work_as_written() -> None:
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+    curriculum, reasons = names["Curriculum"](every=2), names["SkipReasons"]()
+    policy = Acting()
+    trainer = Trainer("cpu", max_steps=5, run_dir="run", callbacks=[curriculum, reasons], default_callbacks=False)
+    trainer.fit(policy, InMemory(batches(7, poisoned=(1, 4))))
+    assert policy.horizon == 4 + 2
+    assert reasons.state_dict() == {"reasons": {"non_finite": 2}}
+    assert (trainer.step, trainer.status) == (5, "completed")
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_takes_trainer_and_policy_first(hook: str) -> None:
     assert list(inspect.signature(getattr(Callback, hook)).parameters)[:3] == ["self", "trainer", "policy"]
@@ -120,7 +139,14 @@ def test_fit_calls_the_hooks_in_the_documented_order() -> None:
         *(*MICRO_BATCH, "on_train_batch_end"),
         *(*MICRO_BATCH, *APPLY, "on_train_batch_end"),
         *("on_update_end", "on_due"),  # step 3
-        *("on_log", *VALIDATION, "on_log", "on_validation_end", "on_fit_end", "teardown"),  # what the end was due
+        *(
+            "on_log",
+            *VALIDATION,
+            "on_log",
+            "on_validation_end",
+            "on_fit_end",
+            "teardown",
+        ),  # not yet logged or validated
     ]
 
 
@@ -172,7 +198,7 @@ def test_failed_fit_calls_on_exception_in_place_of_on_fit_end() -> None:
     assert "on_fit_end" not in callback.calls
 
 
-def test_stop_ends_the_run_after_the_update_under_way_as_completed_hooks() -> None:
+def test_stop_ends_the_run_at_that_step_without_a_last_validation() -> None:
     callback = recorder(due_at=(1,), at_due=lambda trainer: trainer.stop("enough"))
     trainer = fit(callback)
     assert (trainer.step, trainer.status, trainer.stop_reason) == (1, "stopped", "enough")

@@ -14,9 +14,7 @@ POLICY = nn.Linear(1, 1)
 
 
 class FakeTrainer:
-    def __init__(
-        self, run_dir: Path, resumed: int = 0, updates: int | None = None, is_main: bool = True
-    ) -> None:
+    def __init__(self, run_dir: Path, resumed: int = 0, updates: int | None = None, is_main: bool = True) -> None:
         self.run_dir, self.resumed_step, self.is_main = run_dir, resumed, is_main
         self.updates = resumed if updates is None else updates
 

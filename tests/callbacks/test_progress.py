@@ -82,9 +82,7 @@ def test_plain_output_is_the_plan_a_line_a_record_and_the_end(tmp_path: Path) ->
     ]
 
 
-def test_output_goes_to_standard_output_by_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_goes_to_standard_output_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer: Any = FakeTrainer(tmp_path)
     bar = Progress()
     bar.on_fit_start(trainer, POLICY)
@@ -162,14 +160,10 @@ def test_skips_and_scale_moves_are_folded_to_powers_of_two(tmp_path: Path) -> No
     for update in range(1, 101):
         event = {"step": 0, "event": "skip", "reason": "non_finite", "update": update, "calibration": True}
         bar.on_log(trainer, POLICY, event)
-    bar.on_log(
-        trainer, POLICY, {"step": 9, "event": "scale_drop", "update": 9, "old": 65536.0, "new": 32768.0}
-    )
+    bar.on_log(trainer, POLICY, {"step": 9, "event": "scale_drop", "update": 9, "old": 65536.0, "new": 32768.0})
     skips = [line for line in screen.lines if "skipped" in line]
     assert skips[0] == "step 0: update 1 skipped: non_finite (the loss scale is being calibrated)"
-    assert (
-        skips[-1] == "step 0: update 64 skipped: non_finite (the loss scale is being calibrated) (64 so far)"
-    )
+    assert skips[-1] == "step 0: update 64 skipped: non_finite (the loss scale is being calibrated) (64 so far)"
     assert len(skips) == 7
     assert screen.lines[-1] == "step 9: loss scale 65536 -> 32768"
 

@@ -188,9 +188,7 @@ def test_gpu_reports_its_own_memory_and_random_stream(monkeypatch: pytest.Monkey
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 + device.index)
     )
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state})
-    )
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state}))
     device = CUDADevice(1)
     assert device.memory() == {"allocated": 2, "peak": 11, "total": 101}
     kept = device.rng_state()

@@ -83,9 +83,7 @@ def flags(*answers: Support) -> str:
         (nvidia("A100", 8, 0), torch.device("cuda:1"), "no no no"),
     ],
 )
-def test_formats_are_judged_from_the_hardware(
-    facts: MachineFacts, device: torch.device, expected: str
-) -> None:
+def test_formats_are_judged_from_the_hardware(facts: MachineFacts, device: torch.device, expected: str) -> None:
     answers = bf16_support(device, facts), fp16_support(device, facts), tf32_support(device, facts)
     assert flags(*answers) == expected
 

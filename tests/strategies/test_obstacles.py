@@ -87,9 +87,7 @@ REFUSALS: dict[str, tuple[DeviceStrategy, MachineFacts, list[str]]] = {
     ),
     "local rank out of range": (
         CUDADevice(3),
-        MachineFacts(
-            build="rocm", cuda=(MI300, MI300), environment=environment(WORLD_SIZE="4", LOCAL_RANK="3")
-        ),
+        MachineFacts(build="rocm", cuda=(MI300, MI300), environment=environment(WORLD_SIZE="4", LOCAL_RANK="3")),
         ["LOCAL_RANK is 3 and torch sees 2 devices", "--nproc-per-node=2", "device='cuda:0'"],
     ),
     "no XPU build": (XPUDevice(), MachineFacts(), ["built without XPU", "install an XPU build"]),

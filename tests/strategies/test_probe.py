@@ -91,9 +91,7 @@ def test_probe_keeps_the_text_of_a_first_operation_that_fails_on_mps(
     assert "MPS" in facts.fault
 
 
-def test_probe_keeps_what_torch_warns_about_the_driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_probe_keeps_what_torch_warns_about_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def is_available() -> bool:
         warnings.warn("The NVIDIA driver on your system\nis too old.", stacklevel=1)
         return False
@@ -105,9 +103,7 @@ def test_probe_keeps_what_torch_warns_about_the_driver(
     assert facts.fault == "The NVIDIA driver on your system is too old."
 
 
-def test_probe_keeps_what_torch_says_of_conflicting_masks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_probe_keeps_what_torch_says_of_conflicting_masks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def device_count() -> int:
         raise RuntimeError("HIP_VISIBLE_DEVICES contains more devices than ROCR_VISIBLE_DEVICES")
 
@@ -139,9 +135,7 @@ def test_probe_tells_an_amd_gpu_from_a_cpu_node(tmp_path: Path, simd_count: str,
     assert probe(tmp_path).amd_gpu_present is expected
 
 
-def test_probe_counts_an_amd_gpu_whose_node_may_not_be_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_probe_counts_an_amd_gpu_whose_node_may_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(path: Path) -> str:
         raise PermissionError(1, "Operation not permitted", str(path))
 
@@ -159,9 +153,7 @@ def test_probe_sees_an_nvidia_gpu_by_its_driver(tmp_path: Path, node: str) -> No
     assert probe(tmp_path).nvidia_gpu_present is True
 
 
-def test_probe_counts_a_cpu_format_only_with_its_units(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_probe_counts_a_cpu_format_only_with_its_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
     facts = probe(tmp_path)

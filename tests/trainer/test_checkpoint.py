@@ -67,9 +67,7 @@ def plain(value: Any) -> Any:
 
 
 def contents(state: CheckpointState) -> dict[str, Any]:
-    manifest = {
-        k: v for k, v in state.manifest.items() if k not in ("format_version", "files", "layouts", "sha256")
-    }
+    manifest = {k: v for k, v in state.manifest.items() if k not in ("format_version", "files", "layouts", "sha256")}
     parts = {f.name: plain(getattr(state, f.name)) for f in fields(state)}
     return {**parts, "manifest": plain(manifest)}
 
@@ -188,9 +186,7 @@ def test_read_tensors_do_not_depend_on_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_resumed_adamw_moves_channels_last_weights_as_if_never_interrupted(
-    tmp_path: Path, fused: bool
-) -> None:
+def test_resumed_adamw_moves_channels_last_weights_as_if_never_interrupted(tmp_path: Path, fused: bool) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for i in steps:
             images = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(i))
@@ -377,9 +373,7 @@ for number in range(1000):
 
 
 @pytest.mark.parametrize("step", [1000, 500], ids=["new", "replaced"])
-def test_killed_at_any_moment_a_save_leaves_a_whole_checkpoint_to_go_on_from(
-    tmp_path: Path, step: int
-) -> None:
+def test_killed_at_any_moment_a_save_leaves_a_whole_checkpoint_to_go_on_from(tmp_path: Path, step: int) -> None:
     template = tmp_path / "run"
     before = make_state(500)
     point_last_at(write_checkpoint(template / "checkpoints" / "000500", before))
@@ -390,9 +384,7 @@ def test_killed_at_any_moment_a_save_leaves_a_whole_checkpoint_to_go_on_from(
     assert any(not (run / "checkpoints" / "000500").exists() for run in runs) == (step == 500)
     seen = []
     for run in runs:
-        found = contents(
-            read_checkpoint(newest_checkpoint(run, unexpected if step == 500 else lambda _: None))
-        )
+        found = contents(read_checkpoint(newest_checkpoint(run, unexpected if step == 500 else lambda _: None)))
         assert found in (contents(before), contents(after))
         seen.append(found == contents(after))
         if step == 1000:
@@ -423,9 +415,7 @@ def test_disk_full_at_the_third_file_leaves_everything_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(
-            CheckpointError, match=r"training_step\.json could not be written: .*No space left"
-        ):
+        with pytest.raises(CheckpointError, match=r"training_step\.json could not be written: .*No space left"):
             write_checkpoint(tmp_path / "001000", make_state(1000))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000500", "last"]
     assert contents(read_checkpoint(tmp_path / "last")) == contents(make_state(500))
@@ -464,9 +454,7 @@ def test_every_file_and_folder_is_synced_before_the_checkpoint_gets_its_name(
     assert events[events.index("rename") + 1 :] == [tmp_path.stat().st_ino]
 
 
-def test_failed_replacement_puts_the_old_checkpoint_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_replacement_puts_the_old_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "000500", make_state(500))
     real = Path.rename
 
@@ -661,9 +649,7 @@ def test_well_sealed_nonsense_is_an_error_that_names_the_part(tmp_path: Path, na
         (lambda m: m["files"].pop("training_state/scaler_state.json"), r"scaler_state\.json is damaged"),
         (lambda m: m.update(counters={"step": "5"}), "counters"),
         (
-            lambda m: m["layouts"].update(
-                {"pretrained_model/model.safetensors": {"strides": {"weight": [0, 1]}}}
-            ),
+            lambda m: m["layouts"].update({"pretrained_model/model.safetensors": {"strides": {"weight": [0, 1]}}}),
             "fit",
         ),
         (
@@ -673,9 +659,7 @@ def test_well_sealed_nonsense_is_an_error_that_names_the_part(tmp_path: Path, na
         (lambda m: m["layouts"].update({"pretrained_model/model.safetensors": {"aliases": [3]}}), "layout"),
     ],
 )
-def test_well_sealed_manifest_that_asks_for_other_things_is_refused(
-    tmp_path: Path, change: Any, named: str
-) -> None:
+def test_well_sealed_manifest_that_asks_for_other_things_is_refused(tmp_path: Path, change: Any, named: str) -> None:
     (tmp_path / "secret.json").write_text("s")
     folder = write_checkpoint(tmp_path / "run" / "000500", make_state())
     edit_manifest(folder, change)
@@ -704,9 +688,7 @@ def test_reading_and_writing_never_touch_pickle(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(module, name, poisoned)
     monkeypatch.setattr(torch, "load", poisoned)
     monkeypatch.setattr(torch, "save", poisoned)
-    state = make_state(
-        policy_config={"type": "os.system", "class_path": "subprocess.Popen", "args": ["true"]}
-    )
+    state = make_state(policy_config={"type": "os.system", "class_path": "subprocess.Popen", "args": ["true"]})
     assert contents(round_trip(tmp_path, state)) == contents(state)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -23,32 +22,11 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from toys import Augmented, Ids
 
 from policyfit.strategies.errors import ConfigError, DistributedError
 from policyfit.trainer.data import TrainingData, count_samples, training_data, validation_loader
 from policyfit.trainer.sampler import epoch_order, read_streams
-
-
-class Ids(Dataset[int]):
-    """Gives the index, and counts how often it was asked (in this process)."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.reads = n, 0
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> int:
-        self.reads += 1
-        return index
-
-
-class Augmented(Ids):
-    """Gives the index and one draw from each of the global random streams."""
-
-    def __getitem__(self, index: int) -> Any:
-        draws = [random.random(), float(np.random.rand()), torch.rand((), dtype=torch.float64).item()]
-        return torch.tensor([index, *draws], dtype=torch.float64)
 
 
 class Failing(Ids):
@@ -355,9 +333,7 @@ def test_validation_does_not_tell_a_dataset_its_own_epoch() -> None:
 
 @pytest.mark.parametrize("error", [IndexError, StopIteration, KeyError, ValueError])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_a_dataset_surfaces_with_the_index_and_its_cause(
-    error: type[Exception], workers: int
-) -> None:
+def test_an_error_in_a_dataset_surfaces_with_the_index_and_its_cause(error: type[Exception], workers: int) -> None:
     data = data_of(Failing(error), workers=workers, batch_size=2)
     with pytest.raises(RuntimeError, match="Sample 5 of Failing could not be made in epoch 1") as caught:
         list(data.epoch(1))
@@ -370,9 +346,7 @@ def test_an_error_in_a_dataset_surfaces_with_the_index_and_its_cause(
 
 
 def test_an_error_in_a_validation_dataset_surfaces_with_the_index() -> None:
-    loader = validation_loader(
-        Failing(StopIteration), batch_size=2, workers=0, pin_memory=False, device_type="cpu"
-    )
+    loader = validation_loader(Failing(StopIteration), batch_size=2, workers=0, pin_memory=False, device_type="cpu")
     with pytest.raises(RuntimeError, match="Sample 5 of Failing"):
         list(loader)
 
@@ -484,19 +458,13 @@ def test_an_iterable_without_accumulation_is_not_drawn_ahead() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_dataloader_with_torch_samplers_is_rebuilt_with_its_settings(
-    shuffle: bool, drop_last: bool
-) -> None:
-    loader = DataLoader(
-        Ids(11), 3, shuffle=shuffle, drop_last=drop_last, collate_fn=tuple, generator=torch.Generator()
-    )
+def test_a_dataloader_with_torch_samplers_is_rebuilt_with_its_settings(shuffle: bool, drop_last: bool) -> None:
+    loader = DataLoader(Ids(11), 3, shuffle=shuffle, drop_last=drop_last, collate_fn=tuple, generator=torch.Generator())
     data = data_of(loader)
     order = epoch_order(11, 7, 1, shuffle=shuffle).tolist()
     expected = [tuple(order[i : i + 3]) for i in range(0, 11, 3)]
     assert [micro.batch for micro in data.epoch(1)] == (expected[:3] if drop_last else expected)
-    assert (data.batches_per_epoch, data.samples_per_epoch, data.batch_size) == (
-        (3, 9, 3) if drop_last else (4, 11, 3)
-    )
+    assert (data.batches_per_epoch, data.samples_per_epoch, data.batch_size) == ((3, 9, 3) if drop_last else (4, 11, 3))
     assert data.not_exact is None
     (note,) = data.notes
     assert f"rebuilt with policyfit's {'shuffled' if shuffle else 'sequential'} order" in note
@@ -618,9 +586,7 @@ def test_pinning_is_switched_off_with_a_note_where_the_device_does_not_pin(devic
             in data.notes
         )
         assert loader.pin_memory  # the user's own stays as it was
-        validation = validation_loader(
-            loader, batch_size=2, workers=0, pin_memory=False, device_type=device_type
-        )
+        validation = validation_loader(loader, batch_size=2, workers=0, pin_memory=False, device_type=device_type)
         assert isinstance(validation, DataLoader)
         assert not validation.pin_memory
 
@@ -726,9 +692,7 @@ def test_automatic_workers_follow_device_and_processors(
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     monkeypatch.setattr(DataLoader, "check_worker_number_rationality", lambda self: None)
     for source, most in ((Ids(4), 4), (Stream(4), 1)):
-        loader = validation_loader(
-            source, batch_size=2, workers="auto", pin_memory=False, device_type=device_type
-        )
+        loader = validation_loader(source, batch_size=2, workers="auto", pin_memory=False, device_type=device_type)
         assert isinstance(loader, DataLoader)
         assert loader.num_workers == min(expected, most)
 
@@ -758,9 +722,7 @@ def test_several_processes_are_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_reads_in_order_and_the_same_at_every_pass(workers: int) -> None:
-    loader = validation_loader(
-        Augmented(5), batch_size=2, workers=workers, pin_memory=False, device_type="cpu"
-    )
+    loader = validation_loader(Augmented(5), batch_size=2, workers=workers, pin_memory=False, device_type="cpu")
     first, second = ([row for batch in loader for row in batch.tolist()] for _ in range(2))
     assert [row[0] for row in first] == [0, 1, 2, 3, 4]
     assert first == second

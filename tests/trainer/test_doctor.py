@@ -45,13 +45,9 @@ def test_report_lists_every_device() -> None:
     assert "xpu:0" in dict(report(MachineFacts(build="xpu", xpu=(GPU(name="Arc"),))))
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [(None, "unset"), ("", "set to empty"), ("0", "'0'"), ("-1", "'-1'")]
-)
+@pytest.mark.parametrize(("value", "expected"), [(None, "unset"), ("", "set to empty"), ("0", "'0'"), ("-1", "'-1'")])
 @pytest.mark.parametrize("name", ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
-def test_report_on_rocm_tells_for_each_mask_how_it_is_set(
-    name: str, value: str | None, expected: str
-) -> None:
+def test_report_on_rocm_tells_for_each_mask_how_it_is_set(name: str, value: str | None, expected: str) -> None:
     environment = () if value is None else ((name, value),)
     rows = dict(report(MachineFacts(build="rocm", environment=environment)))
     masks = {key: rows[key] for key in rows if key.endswith("VISIBLE_DEVICES")}

@@ -71,18 +71,14 @@ def test_local_rank_of_a_run_of_one_process_is_ignored() -> None:
 
 
 def test_local_rank_that_is_no_number_is_an_error() -> None:
-    facts = MachineFacts(
-        build="cuda", cuda=(H200,), environment=(("WORLD_SIZE", "2"), ("LOCAL_RANK", "first"))
-    )
+    facts = MachineFacts(build="cuda", cuda=(H200,), environment=(("WORLD_SIZE", "2"), ("LOCAL_RANK", "first")))
     with pytest.raises(ConfigError, match="LOCAL_RANK must be a whole number, got 'first'"):
         resolve_device("auto", facts)
 
 
 def test_auto_does_not_put_one_rank_of_several_on_the_cpu() -> None:
     facts = MachineFacts(build="cuda", cuda=(H200,), environment=rank(1))
-    with pytest.raises(
-        DeviceUnavailableError, match=r"device='auto' .* LOCAL_RANK is 1 and torch sees 1 device "
-    ):
+    with pytest.raises(DeviceUnavailableError, match=r"device='auto' .* LOCAL_RANK is 1 and torch sees 1 device "):
         resolve_device("auto", facts)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine
-from policyfit.trainer import state
 from torch import Tensor, nn
 from torch.optim import AdamW
 from toys import assert_equal
+
+from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine
+from policyfit.trainer import state
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -66,7 +67,9 @@ class Recorder(Callback):
 
 def start(run_dir: Path, precision: str, recorder: Recorder, *, accumulate: int = 1, workers: int = 0,
           resume: str | None = None, **settings: Any) -> Trainer:  # fmt: skip
-    strategy: Any = FP16({"init_scale": 256.0, "growth_interval": 4}, allow_cpu=True) if precision == "fp16" else precision
+    strategy: Any = (
+        FP16({"init_scale": 256.0, "growth_interval": 4}, allow_cpu=True) if precision == "fp16" else precision
+    )
     trainer = Trainer(
         "cpu", strategy, max_steps=17, batch_size=4, accumulate=accumulate, workers=workers, clip_norm=1.0, seed=7,
         log_every=4, run_dir=run_dir, callbacks=[recorder, Checkpoint(every_steps=3)], **settings,
@@ -120,9 +123,7 @@ def test_a_run_killed_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
     assert reference["counters"]["skipped"] > 0
     for die_at in (4 * accumulate, 7 * accumulate + 1, 16 * accumulate):
         run_dir = tmp_path / f"killed-{die_at}"
-        run_and_die(
-            run_dir, precision=precision, recorder=Recorder(die_at), accumulate=accumulate, workers=workers
-        )
+        run_and_die(run_dir, precision=precision, recorder=Recorder(die_at), accumulate=accumulate, workers=workers)
         torch.manual_seed(123)  # whatever the streams are, the checkpoint's come back
         resumed = Recorder()
         trainer = start(run_dir, precision, resumed, accumulate=accumulate, workers=workers, resume="last")
@@ -169,7 +170,7 @@ def test_resume_takes_a_run_folder_a_checkpoint_folder_and_last_alike(tmp_path: 
 def test_a_fresh_run_refuses_a_folder_that_holds_one_and_changes_nothing(tmp_path: Path) -> None:
     start(tmp_path / "run", "no", Recorder())
     before = {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()}
-    with pytest.raises(ConfigError, match="already holds a run.*\n.*resume='last'"):
+    with pytest.raises(ConfigError, match=r"already holds a run.*\n.*resume='last'"):
         start(tmp_path / "run", "no", Recorder())
     assert {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()} == before
 
@@ -182,7 +183,9 @@ def test_a_fresh_run_refuses_a_folder_that_holds_one_and_changes_nothing(tmp_pat
         ({"accumulate": 2}, "had accumulate=1, and now it is 2"),
     ],
 )
-def test_what_would_change_the_samples_is_refused_at_resume(change: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_what_would_change_the_samples_is_refused_at_resume(
+    change: dict[str, int], message: str, tmp_path: Path
+) -> None:
     start(tmp_path / "run", "no", Recorder())
     settings = {"max_steps": 20, "batch_size": 4, "seed": 7, "run_dir": tmp_path / "run", **change}
     with pytest.raises(ConfigError, match=message):

@@ -23,9 +23,7 @@ class Toy(gym.Env[Any, Any]):
     observation_space: gym.Space[Any] = gym.spaces.Box(-1e3, 1e3, (2,), np.float64)
     action_space: gym.Space[Any] = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
 
-    def __init__(
-        self, calls: Counter[str], info: Report = lambda seed, t: {}, fail_at_reset: int = -1
-    ) -> None:
+    def __init__(self, calls: Counter[str], info: Report = lambda seed, t: {}, fail_at_reset: int = -1) -> None:
         self.calls, self.info, self.fail_at_reset = calls, info, fail_at_reset
         self.actions: list[Any] = []
         self.seed = -1
@@ -284,9 +282,7 @@ def test_env_whose_actions_are_not_one_array_is_refused() -> None:
 def test_non_finite_action_ends_the_rollout_with_step_and_episode(bad: float) -> None:
     def act(observation: Tensor) -> Tensor:
         actions = torch.zeros(2, 3)
-        actions[(observation == torch.tensor([13.0, 1.0])).all(dim=1), 1] = (
-            bad  # seed 13 after its first step
-        )
+        actions[(observation == torch.tensor([13.0, 1.0])).all(dim=1), 1] = bad  # seed 13 after its first step
         return actions
 
     calls: Counter[str] = Counter()
@@ -322,9 +318,7 @@ def test_observations_are_float32_tensors_of_their_own_moved_to_the_device() -> 
 
 
 class Camera(Toy):
-    observation_space = gym.spaces.Dict(
-        state=Toy.observation_space, image=gym.spaces.Box(0, 255, (4, 4, 3), np.uint8)
-    )
+    observation_space = gym.spaces.Dict(state=Toy.observation_space, image=gym.spaces.Box(0, 255, (4, 4, 3), np.uint8))
 
     def observe(self) -> Any:
         return {"state": np.zeros(2), "image": np.full((4, 4, 3), 7, np.uint8)}

@@ -1,0 +1,114 @@
+"""Means of what is reported."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from policyfit import ConfigError
+from policyfit.trainer.metrics import Means
+
+
+def test_a_mean_is_over_the_values_since_the_last_read() -> None:
+    means = Means()
+    for value in (1.0, torch.tensor(2.0), 3, np.float32(4.0), True):
+        means.add("a", value)
+    means.add("b", torch.tensor([[5.0]]))
+    assert means.read() == {"a": 11 / 5, "b": 5.0}
+    means.add("a", 7)
+    assert means.read() == {"a": 7.0}
+    assert means.read() == {}
+
+
+def test_more_values_than_are_kept_one_by_one_have_the_same_mean() -> None:
+    means = Means()
+    for value in range(1000):
+        means.add("a", torch.tensor(float(value)))
+    assert means.read() == {"a": 499.5}
+
+
+def test_values_that_are_not_finite_are_left_out_and_a_mean_of_none_is_nan() -> None:
+    means = Means()
+    for value in (math.nan, torch.tensor(math.inf), 2.0, torch.tensor(4.0), -math.inf):
+        means.add("a", value)
+    means.add("b", torch.tensor(math.nan))
+    found = means.read()
+    assert found["a"] == 3.0
+    assert math.isnan(found["b"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_a_tensor_of_any_type_counts_as_a_number(dtype: torch.dtype) -> None:
+    means = Means()
+    means.add("a", torch.tensor(1, dtype=dtype))
+    means.add("a", torch.tensor(0.0))
+    found = means.read()
+    assert found == {"a": 0.5}
+    assert type(found["a"]) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(torch.zeros(2), r"shape \(2,\)"), ("good", "'good'"), (None, "None"), ({}, "{}")]
+)
+def test_what_is_no_number_is_refused_by_name(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"The metric 'mine' must be a number or a scalar tensor, got {message}"):
+        Means().add("mine", value)
+
+
+def test_a_value_that_is_written_over_later_counts_as_it_was() -> None:
+    means, counter = Means(), torch.zeros(())
+    for _ in range(3):
+        counter += 1
+        means.add("counter", counter)
+    assert means.read() == {"counter": 2.0}
+
+
+def test_neither_graphs_nor_large_tensors_are_kept_alive() -> None:
+    means = Means()
+    weight = torch.ones(100, requires_grad=True)
+    for _ in range(20):
+        means.add("loss", (weight * 2).sum())
+        means.add("first", (weight * 2)[0])
+        means.add("detached", (weight * 2).detach()[0])
+    held = [t for values in means._scalars.values() for t in values]
+    assert len(held) == 60
+    assert all(t.grad_fn is None and t.untyped_storage().nbytes() == t.element_size() for t in held)
+
+
+def test_adding_does_not_read_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    means = Means()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a tensor was read")
+
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__float__", "__bool__", "numpy", "cpu"):
+            patch.setattr(Tensor, name, refuse)
+        for value in torch.arange(600.0).unbind():
+            means.add("a", value)
+    assert means.read() == {"a": 299.5}
+
+
+def test_the_state_goes_through_json_and_goes_on() -> None:
+    means, other = Means(), Means()
+    for value in (1.0, torch.tensor(2.0)):
+        means.add("a", value)
+    other.load_state_dict(json.loads(json.dumps(means.state_dict())))
+    for part in (means, other):
+        part.add("a", torch.tensor(6.0))
+    assert means.read() == other.read() == {"a": 3.0}
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device, found 0")
+def test_one_name_may_come_from_two_devices() -> None:
+    means = Means()
+    means.add("a", torch.tensor(1.0, device="cuda"))
+    means.add("a", torch.tensor(3.0))
+    assert means.read() == {"a": 2.0}

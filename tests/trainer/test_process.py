@@ -1,0 +1,108 @@
+"""Process-wide switches come back, and everything that ends a run ends all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from policyfit import ConfigError
+from policyfit.trainer.process import choose_threads, process_state, run_all
+
+
+@pytest.mark.parametrize(
+    ("device", "parameters", "environment", "threads", "reason"),
+    [
+        ("cpu", 1000, {}, 1, "1,000 parameters are too few to share"),
+        ("cpu", 3_000_000, {}, None, "3,000,000 parameters keep several threads busy"),
+        ("cpu", 1000, {"OMP_NUM_THREADS": "2"}, None, "OMP_NUM_THREADS is set"),
+        ("cpu", 1000, {"OMP_NUM_THREADS": ""}, 1, "too few"),
+        ("cuda", 1000, {}, None, "the accelerator computes"),
+    ],
+)
+def test_threads_follow_the_size_of_the_policy_unless_somebody_chose(
+    device: str, parameters: int, environment: dict[str, str], threads: int | None, reason: str
+) -> None:
+    found, why = choose_threads(device, parameters, environment)
+    assert found == threads
+    assert reason in why
+
+
+def snapshot() -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("warn_only", [None, False, True])
+def test_every_switch_comes_back_also_after_an_error(fails: bool, warn_only: bool | None) -> None:
+    if warn_only is not None:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        before = snapshot()
+        with pytest.raises(KeyError) if fails else process_state(deterministic=False, threads=None, device_type="cpu"):
+            with process_state(deterministic=True, threads=2, device_type="cpu"):
+                assert torch.are_deterministic_algorithms_enabled()
+                assert not torch.is_deterministic_algorithms_warn_only_enabled()
+                assert torch.get_num_threads() == 2
+                torch.set_default_dtype(torch.float64)
+                torch.backends.cudnn.benchmark = True
+                if fails:
+                    raise KeyError
+        assert snapshot() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_without_wishes_nothing_is_changed() -> None:
+    before = snapshot()
+    with process_state(deterministic=False, threads=None, device_type="cpu"):
+        assert snapshot() == before
+
+
+def test_deterministic_on_cuda_needs_its_workspace_and_on_the_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = snapshot()
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        with process_state(deterministic=True, threads=1, device_type="cuda"):
+            pytest.fail("it began")
+    assert snapshot() == before
+    with process_state(deterministic=True, threads=None, device_type="cpu"):
+        pass
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with process_state(deterministic=True, threads=None, device_type="cuda"):
+        pass
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    def step() -> None:
+        raise error
+
+    return step
+
+
+def test_every_step_is_taken_and_the_first_failure_is_raised() -> None:
+    taken: list[int] = []
+    first, second = ValueError("first"), KeyError("second")
+    steps = [lambda: taken.append(1), failing(first), lambda: taken.append(2), failing(second), lambda: taken.append(3)]
+    with pytest.raises(ValueError, match="first") as raised:
+        run_all(steps)
+    assert raised.value is first
+    assert taken == [1, 2, 3]
+    assert first.__notes__ == ["While this was handled, another error came: KeyError: 'second'"]
+
+
+def test_the_error_under_way_stays_the_one_that_is_told() -> None:
+    error = ValueError("the cause")
+    run_all([failing(OSError("on the way")), failing(KeyboardInterrupt())], error)
+    assert error.__notes__ == [
+        "While this was handled, another error came: OSError: on the way",
+        "While this was handled, another error came: KeyboardInterrupt: ",
+    ]

@@ -1,0 +1,63 @@
+"""The folder of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from policyfit import ConfigError
+from policyfit.trainer.run_dir import check_free, make, new_name, newest_run
+
+
+def test_a_new_folder_never_is_one_that_is_there() -> None:
+    wanted = new_name("Policy")
+    assert wanted.parent == Path("runs")
+    assert not Path("runs").exists()
+    made = [make(wanted, new=True) for _ in range(3)]  # as three processes begun in one second would
+    assert [folder.name for folder in made] == [wanted.name, f"{wanted.name}-1", f"{wanted.name}-2"]
+    assert all(folder.is_dir() for folder in made)
+
+
+def test_a_given_folder_may_be_there() -> None:
+    assert make(Path("mine"), new=False) == make(Path("mine"), new=False) == Path("mine")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_what_the_file_system_refuses_is_told_with_its_reason(new: bool) -> None:
+    Path("file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir file.below cannot be made: .*\nChoose another run_dir"):
+        make(Path("file/below"), new=new)
+
+
+@pytest.mark.parametrize("mark", ["config.yaml", "plan.json", "metrics.jsonl", "checkpoints"])
+def test_a_folder_with_anything_of_a_run_is_not_free(mark: str) -> None:
+    Path("here").mkdir()
+    (Path("here") / "notes.txt").write_text("mine")
+    check_free(Path("here"))
+    check_free(Path("not here"))
+    (Path("here") / mark).write_text("")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        check_free(Path("here"))
+
+
+def test_the_newest_run_is_the_one_written_to_last_and_not_the_one_begun_last() -> None:
+    for name, begun, written in (("first", 1000, 5000), ("second", 2000, 3000)):
+        folder = Path("runs") / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("")
+        (folder / "metrics.jsonl").write_text("")
+        os.utime(folder / "config.yaml", (begun, begun))
+        os.utime(folder / "metrics.jsonl", (written, written))
+        os.utime(folder, (begun, begun))
+    (Path("runs") / "empty").mkdir()
+    assert newest_run() == Path("runs/first")
+
+
+def test_there_must_be_a_run_to_be_the_newest() -> None:
+    with pytest.raises(ConfigError, match=r"there is no run under runs/"):
+        newest_run()
+    Path("runs/empty").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"there is no run under runs/"):
+        newest_run()
