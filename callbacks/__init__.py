@@ -7,6 +7,7 @@ from .ema import EMA
 from .metrics_log import MetricsLog
 from .overflow_report import OverflowReport
 from .precision_audit import PrecisionAudit
+from .preemption import Preemption
 from .progress import Progress
 from .scale_monitor import ScaleMonitor
 from .tf32 import TF32
@@ -20,6 +21,7 @@ __all__ = [
     "MetricsLog",
     "OverflowReport",
     "PrecisionAudit",
+    "Preemption",
     "Progress",
     "ScaleMonitor",
 ]

@@ -27,6 +27,8 @@ class Checkpoint(Callback):
         keep: How many of the newest are kept, at least 1; ``None`` keeps all.
         monitor: A validation metric, such as ``"val/loss"``; ``None`` knows no best.
         mode: Whether the best is the smallest or the largest value. NaN and infinities are never best.
+        background: Let training go on while a checkpoint is written; it waits for the copy into memory alone. The
+            last one of a run is always waited for.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Checkpoint(Callback):
         keep: int | None = 3,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
+        background: bool = True,
     ) -> None:
         if every_steps is not None and (type(every_steps) is not int or every_steps < 0):
             raise ConfigError(
@@ -54,7 +57,7 @@ class Checkpoint(Callback):
         if mode not in ("min", "max"):
             raise ConfigError(f"Checkpoint.mode must be 'min' or 'max', got {mode!r}.")
         self.every_steps, self.every_minutes = every_steps or 0, every_minutes or 0
-        self.keep, self.monitor, self.mode = keep, monitor, mode
+        self.keep, self.monitor, self.mode, self.background = keep, monitor, mode, background
         self._best: dict[str, Any] | None = None
         self._other_best: dict[str, Any] | None = None
         self._improved_step: int | None = None
@@ -105,13 +108,16 @@ class Checkpoint(Callback):
             self._improved_step = trainer.step
 
     def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
-        """Save, then delete what is not to be kept."""
-        self._save(trainer)
+        """Save, and delete what is not to be kept, once what replaces it is complete."""
+        self._save(trainer, background=self.background)
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save the final state, unless the last save was at this very step."""
         if trainer.step != self._saved_step:
-            self._save(trainer)
+            self._save(trainer, background=False)
+        else:
+            trainer.wait_for_checkpoint()
+            self._delete_others(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far: ``value``, ``step``, and ``path`` relative to the run's ``checkpoints``."""
@@ -128,9 +134,16 @@ class Checkpoint(Callback):
     def _is_better(self, value: float, best: float) -> bool:
         return value < best if self.mode == "min" else value > best
 
-    def _save(self, trainer: Trainer) -> None:
-        trainer.save_checkpoint()
+    def _save(self, trainer: Trainer, *, background: bool) -> None:
+        if background:  # the one before is complete by now, and this one will be by the next
+            trainer.wait_for_checkpoint()
+            self._delete_others(trainer)
+        trainer.save_checkpoint(background=background)
         self._saved_step, self._saved_at = trainer.step, time.monotonic()
+        if not background:
+            self._delete_others(trainer)
+
+    def _delete_others(self, trainer: Trainer) -> None:
         if self.keep is None:
             return
         whole = trainer.checkpoints()

@@ -7,6 +7,7 @@ from .callback import Callback
 from .checkpoint import Checkpoint
 from .metrics_log import MetricsLog
 from .overflow_report import OverflowReport
+from .preemption import Preemption
 from .progress import Progress
 from .scale_monitor import ScaleMonitor
 from .tf32 import TF32
@@ -20,7 +21,7 @@ def with_defaults(given: tuple[Callback, ...], *, tf32: bool | None, defaults: b
     before: list[Callback] = (
         [TF32(tf32), BF16Support(), ScaleMonitor(), OverflowReport()] if defaults else [BF16Support()]
     )
-    after: list[Callback] = [Checkpoint(), MetricsLog(), Progress()] if defaults else []
+    after: list[Callback] = [Checkpoint(), Preemption(), MetricsLog(), Progress()] if defaults else []
 
     def missing(candidates: list[Callback]) -> list[Callback]:
         return [c for c in candidates if not any(isinstance(g, type(c)) for g in given)]

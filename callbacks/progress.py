@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..trainer.update import Outcome
 
 _REFRESH_S = 0.25
-_NOT_SHOWN = ("step", "epoch", "samples_per_s")
+_NOT_SHOWN = ("step", "epoch", "samples_per_s", "skip_rate")
 #: Events that can come by the hundred: the 1st, 2nd, 4th, 8th ... of a kind get a line.
 _FOLDED = ("skip", "overflow", "scale_drop", "scale_growth")
 

@@ -26,6 +26,7 @@ from .process import choose_threads
 from .resolve import Choice
 from .rng import seed_everything
 from .run import Intervals, Run
+from .saving import Saver
 from .settings import Settings
 from .update import MAILBOX_SIZE, Updater
 
@@ -125,6 +126,7 @@ def prepare(
         validation_data=validation,
         schedules=parts.schedules,
         updater=updater,
+        saver=Saver(pinned=device.pins_memory, synchronize=device.synchronize),
         callbacks=trainer.callbacks,
         counters=counters,
         intervals=_intervals(settings, plan),

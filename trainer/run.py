@@ -22,6 +22,7 @@ from .metrics import Means
 from .optimizer import Schedule
 from .policy import PolicyAdapter
 from .rng import restore
+from .saving import Saver
 from .update import Updater
 from .validation import validate
 
@@ -52,6 +53,7 @@ class Run:
     validation_data: Iterable[Any] | None
     schedules: list[Schedule]
     updater: Updater
+    saver: Saver
     callbacks: CallbackList
     counters: Counters
     intervals: Intervals
@@ -61,6 +63,7 @@ class Run:
     means: Means = field(default_factory=Means)
     run_dir: Path = Path()
     stop_reason: str | None = None
+    exit_code: int = 0
     in_window: bool = False
     resumed_step: int = 0
     validated_step: int | None = None
@@ -134,6 +137,7 @@ class Run:
         every = self.intervals
         return (
             self.stop_reason is not None
+            or self.saver.error is not None
             or self.callbacks.need_outcome_now
             or step == every.max_steps
             or _hits(step, every.log_every)
@@ -143,6 +147,7 @@ class Run:
 
     def at_step(self) -> None:
         """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
+        self.saver.check()
         self.updater.settle()
         step = self.counters.step
         if step != self.updater.aimed_step:  # it was skipped; the next update aims at the same step
@@ -170,6 +175,7 @@ class Run:
         if outcome is not None and outcome.scale is not None:
             record["scale"] = outcome.scale
         record["skipped"] = counters.skipped
+        record["skip_rate"] = counters.skipped / counters.updates
         record["steps_per_s"] = steps / seconds
         if self.data.batch_size is not None:
             record["samples_per_s"] = batches * self.data.batch_size * self.distribution.world_size / seconds
@@ -209,7 +215,7 @@ class Run:
 
     def endings(self) -> tuple[Callable[[], None], ...]:
         """What leaves optimizers, policy, loader processes and the other ranks as they are to be left."""
-        steps = (self.updater.release, self.policy.zero_grad, self.adapter.detach, self.data.close)
+        steps = (self.saver.wait, self.updater.release, self.policy.zero_grad, self.adapter.detach, self.data.close)
         return (*steps, self.distribution.teardown)
 
     def finish(self) -> None:

@@ -217,6 +217,8 @@ class Trainer(RunView):
         except BaseException:
             self._status = "failed"
             raise
+        if run.exit_code:
+            raise SystemExit(run.exit_code)
 
     def _each(self, hook: str, *arguments: Any) -> list[Callable[[], None]]:
         """The calls of a hook that has to reach every callback, whatever the ones before it raise."""
@@ -250,10 +252,14 @@ class Trainer(RunView):
 
     # Commands of callbacks --------------------------------------------------------------------------------------
 
-    def stop(self, reason: str) -> None:
-        """End the run after the update under way; it counts as stopped, not as failed."""
+    def stop(self, reason: str, *, exit_code: int = 0) -> None:
+        """End the run after the update under way; it counts as stopped, not as failed.
+
+        Args:
+            exit_code: Other than 0, ``fit`` ends in ``SystemExit`` with it, once everything is saved and closed.
+        """
         if self._active.stop_reason is None:
-            self._active.stop_reason = reason
+            self._active.stop_reason, self._active.exit_code = reason, exit_code
 
     def log(self, name: str, value: Any) -> None:
         """Report a metric, a number or a scalar tensor: its mean stands in the next log record.
@@ -293,11 +299,13 @@ class Trainer(RunView):
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: str | Path | None = None) -> Path:
+    def save_checkpoint(self, path: str | Path | None = None, *, background: bool = False) -> Path:
         """Save the run as it stands, complete or not at all; returns the checkpoint's folder.
 
         Args:
             path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
+            background: Return once everything is copied, and write while training goes on. The folder appears when it
+                is complete; an error ends the run at its next step. A save still under way is waited for first.
 
         Raises:
             CallbackError: Called inside a window, whose gradients no checkpoint holds; ``on_due`` is the place.
@@ -310,6 +318,7 @@ class Trainer(RunView):
                 "save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n"
                 "Call it from on_due, on_validation_end or on_train_epoch_end."
             )
+        run.saver.wait()
         run.updater.settle()
         run.updater.check_finite()
         if self._evaluating:
@@ -320,10 +329,26 @@ class Trainer(RunView):
         extra: dict[str, Any] = {}
         self.callbacks.call("on_save_checkpoint", self, run.policy, extra)
         folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
-        write_checkpoint(folder, state.capture(run, extra))
-        if path is None:
-            point_last_at(folder)
+
+        def write(captured: state.Saved) -> None:
+            write_checkpoint(folder, captured)
+            if path is None:
+                point_last_at(folder)
+
+        captured = state.capture(run, extra)
+        if background:
+            run.saver.save(captured, write)
+        else:
+            write(captured)
         return folder
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a save in the background is complete.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._active.saver.wait()
 
     def checkpoints(self) -> list[Path]:
         """The whole checkpoints of the run, oldest first."""

@@ -12,6 +12,7 @@ from policyfit.callbacks import (
     MetricsLog,
     OverflowReport,
     PrecisionAudit,
+    Preemption,
     Progress,
     ScaleMonitor,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "PolicyfitError",
     "PrecisionAudit",
     "PrecisionError",
+    "Preemption",
     "Progress",
     "RolloutReport",
     "ScaleMonitor",

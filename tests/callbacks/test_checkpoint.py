@@ -28,9 +28,14 @@ class FakeTrainer:
         self.saved: list[int] = []
         self.undeletable: set[str] = set()
         self.callback: Checkpoint | None = None
+        self.waits = 0
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
-    def save_checkpoint(self) -> Path:
+    def wait_for_checkpoint(self) -> None:
+        self.waits += 1
+
+    def save_checkpoint(self, *, background: bool = False) -> Path:
+        assert not background
         path = self.run_dir / "checkpoints" / f"{self.step:06d}"
         path.mkdir(exist_ok=True)
         state = {} if self.callback is None else self.callback.state_dict()
@@ -74,7 +79,7 @@ def drive(trainer: Any, callback: Any, steps: range, metrics: dict[int, float] |
 
 def start(tmp_path: Path, **settings: Any) -> tuple[Any, Any]:
     trainer: Any = FakeTrainer(tmp_path / "run")
-    callback: Any = Checkpoint(**settings)
+    callback: Any = Checkpoint(**{"background": False, **settings})
     callback.on_fit_start(trainer, POLICY)
     return trainer, callback
 
@@ -204,7 +209,7 @@ def test_nothing_is_deleted_when_the_save_fails(tmp_path: Path) -> None:
     trainer, callback = start(tmp_path, every_steps=1, keep=1)
     drive(trainer, callback, range(1, 2))
 
-    def full() -> Path:
+    def full(*, background: bool) -> Path:
         raise CheckpointError("disk full")
 
     trainer.save_checkpoint = full
@@ -232,7 +237,7 @@ def test_run_folder_given_in_a_roundabout_way_keeps_its_checkpoints(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
     trainer: Any = FakeTrainer(Path("x/../run"))
-    callback: Any = Checkpoint(every_steps=2, keep=1, monitor="val/loss")
+    callback: Any = Checkpoint(every_steps=2, keep=1, monitor="val/loss", background=False)
     for step in range(1, 7):
         drive(trainer, callback, range(step, step + 1), {step: float(step)})
         assert trainer.steps() == sorted({1, step - step % 2 or 1})
@@ -243,7 +248,7 @@ def test_checkpoint_that_a_run_was_resumed_from_elsewhere_stays(tmp_path: Path) 
     trainer, callback = start(tmp_path / "old", every_steps=1, keep=1, monitor="val/loss")
     drive(trainer, callback, range(1, 4), {3: 0.5})
     resumed_trainer: Any = FakeTrainer(tmp_path / "new" / "run")
-    resumed: Any = Checkpoint(every_steps=1, keep=1, monitor="val/loss")
+    resumed: Any = Checkpoint(every_steps=1, keep=1, monitor="val/loss", background=False)
     resumed.load_state_dict(callback.state_dict())
     resumed_trainer.step = 3
     resumed.on_fit_start(resumed_trainer, POLICY)
@@ -258,7 +263,7 @@ def test_resumed_run_saves_and_keeps_what_the_uninterrupted_one_does(tmp_path: P
     drive(straight_trainer, straight, range(1, 30), metrics)
     trainer, callback = start(tmp_path / "b", every_steps=5, keep=2, monitor="val/loss")
     drive(trainer, callback, range(1, 16), metrics)
-    resumed: Any = Checkpoint(every_steps=5, keep=2, monitor="val/loss")
+    resumed: Any = Checkpoint(every_steps=5, keep=2, monitor="val/loss", background=False)
     resumed.load_state_dict(json.loads((trainer.run_dir / "checkpoints/last/state.json").read_text()))
     resumed.on_fit_start(trainer, POLICY)
     drive(trainer, resumed, range(16, 30), metrics)
@@ -270,7 +275,7 @@ def test_resumed_run_saves_and_keeps_what_the_uninterrupted_one_does(tmp_path: P
 def test_best_of_another_metric_is_not_taken_over_and_that_is_said(tmp_path: Path) -> None:
     trainer, callback = start(tmp_path, every_steps=1, monitor="val/loss")
     drive(trainer, callback, range(1, 3), {2: 0.1})
-    other: Any = Checkpoint(every_steps=1, monitor="train/loss", mode="max")
+    other: Any = Checkpoint(every_steps=1, monitor="train/loss", mode="max", background=False)
     other.load_state_dict(callback.state_dict())
     other.on_fit_start(trainer, POLICY)
     assert trainer.events == [

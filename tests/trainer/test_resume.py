@@ -72,7 +72,7 @@ def start(run_dir: Path, precision: str, recorder: Recorder, *, accumulate: int 
     )
     trainer = Trainer(
         "cpu", strategy, max_steps=17, batch_size=4, accumulate=accumulate, workers=workers, clip_norm=1.0, seed=7,
-        log_every=4, run_dir=run_dir, callbacks=[recorder, Checkpoint(every_steps=3)], **settings,
+        log_every=4, run_dir=run_dir, callbacks=[recorder, Checkpoint(every_steps=3, background=False)], **settings,
     )  # fmt: skip
     torch.manual_seed(0)
     policy = Policy(overflows=0.15 / accumulate)

@@ -1,0 +1,77 @@
+"""Leave in good order when the machine is wanted back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+
+class Preemption(Callback):
+    """At SIGTERM or SIGUSR1 finish the update, save, and end the process with exit code 143; at a second one, at once.
+
+    The handlers that were there come back after the run. A run outside the main thread cannot have handlers, and says
+    so in an event.
+
+    Args:
+        interrupt: Do the same at SIGINT (Ctrl-C), with exit code 130; otherwise it ends the run where it is, unsaved.
+        requeue: Inside a SLURM job, put it back into the queue by ``scontrol requeue`` after saving.
+    """
+
+    def __init__(self, *, interrupt: bool = False, requeue: bool = False) -> None:
+        self.interrupt, self.requeue = interrupt, requeue
+        self._received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._trainer: Trainer | None = None
+
+    def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Put the handlers in place, for a fit."""
+        if stage != "fit":
+            return
+        if threading.current_thread() is not threading.main_thread():
+            message = "signals are not handled: this run is not in the main thread"
+            trainer.event("warning", source="Preemption", message=message)
+            return
+        self._received, self._trainer = None, trainer
+        for number in (signal.SIGTERM, signal.SIGUSR1, *([signal.SIGINT] if self.interrupt else [])):
+            self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        code = 130 if number == signal.SIGINT else 143
+        if self._received is not None or self._trainer is None:
+            os._exit(code)
+        self._received = signal.Signals(number)
+        self._trainer.stop(f"{self._received.name} was received", exit_code=code)
+
+    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        """Save, unless another callback has; then ask for the queue."""
+        if self._received is None:
+            return
+        trainer.wait_for_checkpoint()
+        if f"{trainer.step:06d}" not in [path.name for path in trainer.checkpoints()]:
+            trainer.save_checkpoint()
+        job = os.environ.get("SLURM_JOB_ID")
+        if self.requeue and job and trainer.is_main:
+            scontrol = shutil.which("scontrol")
+            done = subprocess.run([scontrol, "requeue", job], check=False) if scontrol else None
+            if done is None or done.returncode:
+                message = f"SLURM job {job} could not be put back into the queue: scontrol requeue failed"
+                trainer.event("warning", source="Preemption", message=message)
+
+    def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Put back the handlers that were there."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        self._trainer = None
