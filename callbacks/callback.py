@@ -14,9 +14,9 @@ from ..strategies.errors import CallbackError
 from .hooks import HOOKS
 
 if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
     from ..trainer.rollout import RolloutReport
     from ..trainer.trainer import Trainer
-    from ..trainer.update import Outcome
 
 Bound = Callable[..., None]
 
@@ -147,7 +147,7 @@ class Callback:
 class CallbackList:
     """The callbacks of one run, with each hook bound once.
 
-    ``list.on_log`` and so on are tuples of bound methods, empty where nobody overrides the hook.
+    ``bound["on_log"]`` and so on are tuples of bound methods, empty where nobody overrides the hook.
 
     Raises:
         CallbackError: An object is not a ``Callback``, defines a hook that does not exist, or shares its
@@ -177,12 +177,6 @@ class CallbackList:
 
     def __len__(self) -> int:
         return len(self._callbacks)
-
-    def __getattr__(self, name: str) -> tuple[Bound, ...]:
-        try:
-            return self.__dict__["bound"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(name) from None
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Call one hook of every callback that has it, in list order."""
@@ -217,8 +211,8 @@ def _overrides(callback: Callback, name: str) -> bool:
 
 def _check(callback: object) -> None:
     if not isinstance(callback, Callback):
-        hint = " Pass an instance: add ()." if isinstance(callback, type) else " Derive it from policyfit.Callback."
-        raise CallbackError(f"callbacks must hold policyfit callbacks, got {callback!r}.{hint}")
+        hint = "Pass an instance: add ()." if isinstance(callback, type) else "Derive it from policyfit.Callback."
+        raise CallbackError(f"callbacks must hold policyfit callbacks, got {callback!r}.\n{hint}")
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in HOOKS and callable(getattr(type(callback), name)):
             near = get_close_matches(name, HOOKS, n=1)

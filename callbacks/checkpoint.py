@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from ..strategies.checks import number, whole
 from ..strategies.errors import CallbackError, CheckpointError, ConfigError
 from .callback import Callback
 
@@ -40,22 +41,17 @@ class Checkpoint(Callback):
         mode: Literal["min", "max"] = "min",
         background: bool = True,
     ) -> None:
-        if every_steps is not None and (type(every_steps) is not int or every_steps < 0):
-            raise ConfigError(
-                f"Checkpoint.every_steps must be a whole number of steps, got {every_steps!r}.\n"
-                "Use 0 or None to save at no interval of steps."
-            )
-        if every_minutes is not None and not (_is_number(every_minutes) and 0 <= every_minutes < math.inf):
-            raise ConfigError(
-                f"Checkpoint.every_minutes must be a number of minutes, got {every_minutes!r}.\n"
-                "Use 0 or None to save at no interval of time."
-            )
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(
-                f"Checkpoint.keep must be a whole number of at least 1, got {keep!r}.\nUse None to keep all."
-            )
+        if every_steps is not None:
+            whole("Checkpoint.every_steps", every_steps, 0, "Use 0 or None to save at no interval of steps.")
+        if every_minutes is not None:
+            remedy = "Use 0 or None to save at no interval of time."
+            number("Checkpoint.every_minutes", every_minutes, least=0, remedy=remedy)
+        if keep is not None:
+            whole("Checkpoint.keep", keep, 1, "Use None to keep all.")
         if mode not in ("min", "max"):
-            raise ConfigError(f"Checkpoint.mode must be 'min' or 'max', got {mode!r}.")
+            raise ConfigError(
+                f"Checkpoint.mode must be 'min' or 'max', got {mode!r}.\nUse 'min' where smaller is better."
+            )
         self.every_steps, self.every_minutes = every_steps or 0, every_minutes or 0
         self.keep, self.monitor, self.mode, self.background = keep, monitor, mode, background
         self._best: dict[str, Any] | None = None
@@ -157,7 +153,3 @@ class Checkpoint(Callback):
                     trainer.delete_checkpoint(path)
                 except (CheckpointError, OSError) as error:
                     trainer.event("warning", message=f"{error} It is tried again at the next save.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -9,100 +9,156 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.checks import number
+from ..strategies.errors import CallbackError, CheckpointError
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
     from ..trainer.trainer import Trainer
-    from ..trainer.update import Outcome
 
 
 class EMA(Callback):
-    """Keep an exponential moving average of the trainable weights, on their device and without reading it.
+    """Keep an exponential moving average of the weights that the optimizers hold, on the device, without reading it.
 
-    Checkpoints hold the averaged policy beside the raw one, in ``pretrained_model_ema/``, and
-    ``policyfit.load(checkpoint, weights="ema")`` loads it alone. Buffers are not averaged.
+    It begins with the weights of the fit's start. Checkpoints hold the averaged policy beside the raw one, in
+    ``pretrained_model_ema/``, and ``policyfit.load(checkpoint, weights="ema")`` loads it alone. Buffers are not
+    averaged. Weights in 16 bits are averaged in float32, in which the small moves of an average are not lost.
 
     Args:
-        decay: The part of the average that stays at each landed update, 0 to 1 without the ends.
-        warmup: Begin with less, ``(1 + n) / (10 + n)`` after n updates, so that the first weights fade sooner.
-        evaluate: Validate and roll out with the averaged weights; the raw ones come back afterwards, whatever happens.
+        decay: The part of the average that stays at each landed update, between 0 and 1.
+        warmup: Begin with less, ``(1 + n) / (10 + n)`` after n steps, so that the first weights fade sooner.
+        evaluate: Validate and roll out with the averaged weights, also after the run, unless the weights were changed
+            since. The raw ones come back afterwards, whatever happens.
 
     Source: Polyak and Juditsky (1992), "Acceleration of Stochastic Approximation by Averaging"; the warm-up is that
     of TensorFlow's ExponentialMovingAverage.
     """
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = True, evaluate: bool = True) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ConfigError(f"EMA.decay must lie between 0 and 1, got {decay!r}.")
+        number("EMA.decay", decay, above=0, below=1, remedy="Use 0.999 to average over about a thousand steps.")
         self.decay, self.warmup, self.evaluate = decay, warmup, evaluate
-        self.updates = 0
-        self._average: dict[str, Tensor] = {}
-        self._weights: list[Tensor] = []
+        #: The steps that the average has seen.
+        self.steps = 0
+        self._policy: nn.Module | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._averages: list[Tensor] = []
         self._resumed = False
+        self._versions: list[int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How many updates it has seen; the average itself stands in ``pretrained_model_ema/``."""
-        return {"updates": self.updates}
+        """How many steps it has seen; the average itself stands in ``pretrained_model_ema/``."""
+        return {"steps": self.steps} if self._averages else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the count."""
-        self.updates, self._resumed = int(state["updates"]), True
+        self.steps, self._resumed = int(state["steps"]), True
+
+    def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Forget the run before, if this is a fit.
+
+        Raises:
+            CallbackError: Another EMA is among the callbacks.
+        """
+        if stage != "fit":
+            return
+        if any(isinstance(other, EMA) and other is not self for other in trainer.callbacks):
+            raise CallbackError(
+                "A run keeps one EMA: a checkpoint has one place for averaged weights, and so has a validation.\n"
+                "Remove the others from callbacks."
+            )
+        self._policy, self._parameters, self._averages, self._versions = None, [], [], None
 
     def on_save_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Add the policy with averaged weights."""
-        checkpoint.setdefault("models", {})["ema"] = {**policy.state_dict(), **self._average}
+        if self._averages:
+            with self._as_parameters():
+                checkpoint.setdefault("models", {})["ema"] = policy.state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Take back the average.
 
         Raises:
-            CheckpointError: The checkpoint has a count and no average, or one of other parameters.
+            CheckpointError: The checkpoint has a count and no average.
         """
-        if not self._resumed:  # the run that is resumed had no EMA: the average begins with its weights
+        if not self._resumed:
+            message = f"the checkpoint has no average of weights, so it begins anew with those of step {trainer.step}"
+            trainer.event("warning", source="EMA", message=message)
             return
         saved = checkpoint.get("models", {}).get("ema")
-        names = [name for name, _ in _trainable(policy)]
-        if saved is None or any(name not in saved for name in names):
+        if saved is None:
             raise CheckpointError(
-                "The checkpoint has no averaged weights for this policy, so the average would begin anew.\n"
-                "Resume without EMA, or from a checkpoint that was saved with it."
+                "The checkpoint says that it has averaged weights, but there are none, so the average would begin anew."
+                "\nResume without EMA, or from another checkpoint."
             )
-        self._average = {name: saved[name] for name in names}
+        self._begin(trainer, policy)
+        with self._as_parameters():
+            policy.load_state_dict(saved)
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
-        """Begin with the weights as they are, or go on with the average of the checkpoint."""
-        named = dict(_trainable(policy))
+        """Begin with the weights as they are, unless it goes on with the average of a checkpoint."""
         if not self._resumed:
-            self.updates, self._average = 0, {name: p.detach().clone() for name, p in named.items()}
-        else:
-            self._average = {name: self._average[name].to(p.device) for name, p in named.items()}
-        self._weights = [p.detach() for p in named.values()]
-        self._resumed = False
+            self.steps = 0
+            self._begin(trainer, policy)
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Outcome) -> None:
         """Move the average towards the weights of a landed update."""
-        if outcome.landed:
-            decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-            torch._foreach_lerp_(list(self._average.values()), self._weights, 1.0 - decay)
-            self.updates += 1
+        if not outcome.landed:
+            return
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps)) if self.warmup else self.decay
+        with torch.no_grad():
+            pairs = zip(self._parameters, self._averages, strict=True)
+            weights = [p if p.dtype == average.dtype else p.to(average.dtype) for p, average in pairs]
+            torch._foreach_lerp_(self._averages, weights, 1.0 - decay)
+        self.steps += 1
 
     @contextmanager
     def evaluating(self, trainer: Trainer, policy: nn.Module) -> Iterator[None]:
-        """Let the averaged weights stand in for the raw ones."""
-        if not (self.evaluate and self._average):
+        """Let the averaged weights stand in for the raw ones, in the parameters' own memory."""
+        if not self.evaluate or policy is not self._policy or self._changed_since(trainer):
             yield
             return
-        parameters = [p for _, p in _trainable(policy)]
-        raw = [p.data for p in parameters]
+        raw = [p.detach().clone() for p in self._parameters]
         try:
-            for parameter, average in zip(parameters, self._average.values(), strict=True):
+            self._fill_parameters(self._averages)
+            yield
+        finally:
+            self._fill_parameters(raw)
+
+    def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Note which weights the average belongs to, for what is evaluated after the run."""
+        if stage == "fit":
+            self._resumed = False
+            self._versions = [p._version for p in self._parameters]
+
+    def _begin(self, trainer: Trainer, policy: nn.Module) -> None:
+        held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._policy = policy
+        self._parameters = [p for p in policy.parameters() if id(p) in held]
+        self._averages = [
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters
+        ]
+
+    def _changed_since(self, trainer: Trainer) -> bool:
+        if self._versions is None or self._versions == [p._version for p in self._parameters]:
+            return False
+        message = "the weights were changed after the run, so they are used as they are, and not the run's average"
+        trainer.event("warning", source="EMA", message=message)
+        return True
+
+    def _fill_parameters(self, values: list[Tensor]) -> None:
+        # Through .data: a backward under way may hold the weights, which are the same again when it goes on.
+        torch._foreach_copy_([p.data for p in self._parameters], values)
+        torch.clear_autocast_cache()  # else an autocast around this would go on with casts of the other weights
+
+    @contextmanager
+    def _as_parameters(self) -> Iterator[None]:
+        """The averages as the parameters themselves, in their own type, for the policy's state dict alone."""
+        raw = [p.data for p in self._parameters]
+        try:
+            for parameter, average in zip(self._parameters, self._averages, strict=True):
                 parameter.data = average
             yield
         finally:
-            for parameter, weights in zip(parameters, raw, strict=True):
+            for parameter, weights in zip(self._parameters, raw, strict=True):
                 parameter.data = weights
-
-
-def _trainable(policy: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in policy.named_parameters() if p.requires_grad]

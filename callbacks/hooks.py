@@ -1,13 +1,13 @@
 """Every moment of a run at which a callback can act, in the order in which they come.
 
-    setup                                      the strategies are in place, nothing has run
-    on_load_checkpoint                         only when resuming, and for load_state_dict before it
+    setup                                      device, precision and optimizers are in place, nothing has run
+    on_load_checkpoint                         only when resuming; load_state_dict came before setup
     on_fit_start
     for each epoch:
         on_train_epoch_start                   not again when a run is resumed inside the epoch
         for each micro-batch:
             on_train_batch_start
-            forward, under the precision's autocast
+            forward, in the precision
             on_before_backward
             backward
             on_after_backward
@@ -31,7 +31,8 @@
     teardown                                   always, last
 
 ``on_save_checkpoint`` comes inside ``trainer.save_checkpoint()``; ``on_rollout_start`` and ``on_rollout_end``
-inside ``trainer.evaluate()``. ``on_log`` comes also for events (a skip, a new loss scale), at once.
+inside ``trainer.evaluate()``. ``on_log`` comes also for events (a skip, a new loss scale), at once. Every validation
+and every rollout runs inside the contexts that ``around_evaluation`` gives.
 
 Callbacks run in list order at every hook. Hooks that nobody overrides are dropped once, up front, and cost
 nothing. Names and arguments are Lightning's where Lightning has the hook.

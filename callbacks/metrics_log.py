@@ -34,7 +34,7 @@ class MetricsLog(Callback):
         if not trainer.is_main:
             return
         path = trainer.run_dir / "metrics.jsonl"
-        if trainer.resumed_step and path.exists():
+        if path.exists():  # also of a run that was saved before its first step
             _cut(path, trainer.resumed_step, trainer.updates)
         self._file = path.open("a", encoding="utf-8")
         for record in self._early:

@@ -1,172 +1,116 @@
-"""Where an overflow was: the parameters it reached, and on request the module in which it began."""
+"""Where an overflow was: the parameters it reached, and on request the place in which it began."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from .audit_recorder import POLICY
 from .callback import Callback
+from .replay import KeptMicroBatch, Origin
 
 if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
     from ..trainer.trainer import Trainer
-    from ..trainer.update import Outcome
 
 _SHOWN = 10
 
 
 class OverflowReport(Callback):
-    """One event for each skipped update: the parameters and modules whose gradients were not finite, worst first.
+    """One event "overflow" for each skipped update: the parameters and modules it reached, worst first.
 
-    The names come from the norms of that very update, which its guard has computed anyway; a healthy step pays
-    nothing.
+    The names come from the norms of that very update, which its guard has computed anyway, and ``loss_finite`` tells a
+    bad loss from a bad backward. Nothing is read from the device before an update was skipped.
 
     Args:
-        replay: Also compute the window of a skipped update once more, with hooks on every module, and name the first
-            one whose output or gradient went non-finite. It keeps the window's batches on the device and settles every
-            update at once, so it is for the hunt and not for every run.
+        replay: Also compute the micro-batches of a skipped update once more, and name the first module whose output,
+            or the first op whose gradient, went non-finite. The replay changes nothing of the run. It keeps a copy of
+            every micro-batch until its update has landed and settles every update at once, so it is for the hunt and
+            not for every run. Stand it behind callbacks that change batches in ``on_train_batch_start``.
     """
 
     def __init__(self, replay: bool = False) -> None:
         self.replay = self.needs_outcome_now = replay
-        self._window: list[_Kept] = []
+        self._losses: dict[int, Tensor] = {}
+        self._kept: list[KeptMicroBatch] = []
+
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        """Begin with nothing kept."""
+        self._forget()
 
     def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
         """Keep what the forward is about to use."""
         if self.replay:
-            self._window.append(_Kept(trainer, policy, batch, batch_idx))
+            self._kept.append(KeptMicroBatch(trainer, policy, batch, batch_idx))
+
+    def on_before_backward(self, trainer: Trainer, policy: nn.Module, loss: Tensor) -> None:
+        """Keep the loss, on the device."""
+        self._losses[trainer.micro_batches] = loss.detach()
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Outcome) -> None:
         """Report a skip."""
-        window, self._window = self._window, []
-        if outcome.landed or outcome.reason == "no_gradients":
+        # Settled late, the update is followed by micro-batches of the next one.
+        losses = {n: self._losses.pop(n) for n in list(self._losses) if n < outcome.micro_batches}
+        window = [kept for kept in self._kept if kept.number < outcome.micro_batches]
+        self._kept = self._kept[len(window) :]
+        if outcome.landed or outcome.norms is None:
             return
-        names = outcome.non_finite_parameters() or ["(none alone: the norm of all together overflowed)"]
+        names = _worst_first(outcome)
+        where = list(dict.fromkeys(name.rpartition(".")[0] or POLICY for name in names))
+        loss_finite = all(bool(loss.isfinite()) for loss in losses.values())
+        message = _message(outcome, names, where, loss_finite)
         fields: dict[str, Any] = {
             "update": outcome.update,
             "reason": outcome.reason,
+            "loss_finite": loss_finite,
             "parameters": names[:_SHOWN],
-            "modules": list(dict.fromkeys(name.rpartition(".")[0] or "(the policy)" for name in names))[:_SHOWN],
+            "modules": where[:_SHOWN],
         }
-        where = ", ".join(fields["modules"][:3]) + (" ..." if len(fields["modules"]) > 3 else "")
-        message = f"{outcome.reason} in the gradients of {len(names)} parameters, in {where}; worst: {names[0]}"
-        if window:
-            fields["origin"] = next(filter(None, (kept.origin(trainer, policy) for kept in window)), None)
-            message += f"; it began in {fields['origin'] or 'nothing that a replay shows'}"
+        if outcome.scale is not None and outcome.step == 0:  # the scale has not found its height yet
+            fields["calibration"] = True
+        if window and outcome.reason == "non_finite":
+            origin = _origin(trainer, policy, window, losses)
+            fields["origin"] = None if origin is None else asdict(origin)
+            message += f"; it began in {origin}" if origin else "; computed once more all of it is finite"
         trainer.event("overflow", message=message, **fields)
 
+    def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Let go of what is on the device."""
+        if stage == "fit":
+            self._forget()
 
-class _Kept:
-    """A micro-batch and the state of everything that its forward depends on beside the weights."""
-
-    def __init__(self, trainer: Trainer, policy: nn.Module, batch: Any, index: int) -> None:
-        self.batch, self.index = batch, index
-        self.scale = None if trainer.precision.scale is None else trainer.precision.scale.clone()
-        self.streams = _streams(trainer)
-        self.buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-
-    def origin(self, trainer: Trainer, policy: nn.Module) -> str | None:
-        """The first module whose output, or else whose gradient, is not finite; ``None`` if all is finite.
-
-        Weights were not moved by the skipped update, so this is the forward and backward that overflowed.
-        """
-        watch = _Watch(policy)
-        with _as_before(trainer, policy, self.buffers, self.streams), watch.hooks():
-            loss = trainer.training_loss(self.batch, self.index)
-            if loss is None:
-                return None
-            (loss if self.scale is None else loss * self.scale).backward()  # type: ignore[no-untyped-call]
-            where = watch.origin()
-        if where is None and not bool(loss.isfinite()):
-            where = "the loss itself"
-        return None if where is None else f"{where} (micro-batch {self.index} of the epoch)"
+    def _forget(self) -> None:
+        self._losses.clear()
+        self._kept.clear()
 
 
-class _Watch:
-    """Follows one forward and backward through the modules. Every look waits for the device."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        self._names = {module: name or "(the policy)" for name, module in policy.named_modules()}
-        self._forward: str | None = None
-        self._backward: list[tuple[nn.Module, bool]] = []
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Hooks on every module while this is open."""
-        handles = [m.register_forward_hook(self._after_forward) for m in self._names]
-        handles += [m.register_full_backward_hook(self._after_backward) for m in self._names if not list(m.children())]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._forward is None and _finite(inputs) and not _finite(output):
-            self._forward = f"the output of {self._names[module]}"
-
-    def _after_backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        if _finite(grad_output):
-            self._backward.append((module, _finite(grad_input)))
-        elif not self._backward:
-            self._backward.append((module, True))  # it came in from above: no module made it
-
-    def origin(self) -> str | None:
-        """Where it began; gradients of parameters are looked at last, when they are all there."""
-        if self._forward is not None:
-            return self._forward
-        for module, clean in self._backward:
-            own = [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
-            if not clean or not _finite(own):
-                return f"the gradient of {self._names[module]}"
-        return None
+def _worst_first(outcome: Outcome) -> list[str]:
+    """Names of the non-finite gradients, NaN before inf; where only the norm overflowed, of the largest."""
+    if outcome.reason != "norm_overflow" or outcome.norms is None:
+        return outcome.non_finite_parameters()
+    by_norm = sorted(zip(outcome.norms.tolist(), outcome.names, strict=True), key=lambda pair: -pair[0])
+    return [name for _, name in by_norm[:_SHOWN]]
 
 
-@contextmanager
-def _as_before(trainer: Trainer, policy: nn.Module, buffers: dict[str, Tensor], streams: Any) -> Iterator[None]:
-    """Buffers and random streams as they were; afterwards they and the gradients are as they are now."""
-    now, now_streams = {name: b.clone() for name, b in policy.named_buffers()}, _streams(trainer)
-    gradients = [(p, p.grad) for p in policy.parameters()]
-    try:
-        _put(policy, buffers, trainer, streams)
-        for parameter, _ in gradients:
-            parameter.grad = None
-        with trainer.collecting(lambda name, value: None):
-            yield
-    finally:
-        _put(policy, now, trainer, now_streams)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+def _message(outcome: Outcome, names: list[str], where: list[str], loss_finite: bool) -> str:
+    if not names:
+        return "a gradient was inf or NaN before on_before_optimizer_step, and is not any more"
+    modules = ", ".join(where[:3]) + (" ..." if len(where) > 3 else "")
+    if outcome.reason == "norm_overflow":
+        return f"the gradients are finite, but their norm overflows float32; largest: {names[0]}, in {modules}"
+    cause = "the loss was finite, but" if loss_finite else "the loss was inf or NaN, and"
+    return f"{cause} {len(names)} of {len(outcome.names)} gradients were not finite, in {modules}; worst: {names[0]}"
 
 
-def _streams(trainer: Trainer) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), trainer.device.rng_state()
-
-
-def _put(
-    policy: nn.Module, buffers: dict[str, Tensor], trainer: Trainer, streams: tuple[Tensor, Tensor | None]
-) -> None:
-    with torch.no_grad():
-        for name, buffer in policy.named_buffers():
-            buffer.copy_(buffers[name])
-    torch.set_rng_state(streams[0])
-    if streams[1] is not None:
-        trainer.device.set_rng_state(streams[1])
-
-
-def _finite(tree: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in _tensors(tree) if t.is_floating_point())
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
+def _origin(
+    trainer: Trainer, policy: nn.Module, window: list[KeptMicroBatch], losses: dict[int, Tensor]
+) -> Origin | None:
+    """That of the first micro-batch which is not finite."""
+    for kept in window:
+        if kept.number in losses:
+            origin = kept.origin(trainer, policy, losses[kept.number])
+            if origin is not None:
+                return origin
+    return None

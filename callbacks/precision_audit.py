@@ -15,8 +15,8 @@ from .audit_table import print_report
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
     from ..trainer.trainer import Trainer
-    from ..trainer.update import Outcome
 
 
 class PrecisionAudit(Callback):

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,8 +17,8 @@ from .callback import Callback
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..trainer.outcome import Outcome
     from ..trainer.trainer import Trainer
-    from ..trainer.update import Outcome
 
 _REFRESH_S = 0.25
 _NOT_SHOWN = ("step", "epoch", "samples_per_s", "skip_rate")
@@ -109,7 +110,9 @@ class Progress(Callback):
         if self._started is not None:
             self._print(self._last_line(trainer, time.monotonic() - self._started))
             if (trainer.run_dir / "checkpoints").is_dir():
-                self._print(f"checkpoints: {trainer.run_dir / 'checkpoints'}")
+                folder = trainer.run_dir / "checkpoints"
+                here = folder.is_relative_to(Path.cwd())
+                self._print(f"checkpoints: {folder.relative_to(Path.cwd()) if here else folder}")
         self._started = None
         self._print_early()
 

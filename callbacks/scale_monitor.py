@@ -9,11 +9,11 @@ from torch import nn
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
     from ..trainer.trainer import Trainer
-    from ..trainer.update import Outcome
 
-#: More drops of the scale than this within so many updates are trouble. A sound run drops once a growth
-#: interval, when the scale has grown one factor too far.
+#: More drops of the scale than this within so many updates are trouble. Those that take back a growth are not
+#: counted: in a sound run the scale grows one factor too far once in a while.
 MAX_DROPS, WINDOW = 5, 100
 
 
@@ -32,28 +32,31 @@ class ScaleMonitor(Callback):
         self._scale: float | None = None
         self._calibrated = False
         self._drops: list[int] = []
-        self._escalated = False
+        self._grown = self._escalated = False
+        self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the scale was, and the recent drops."""
+        """Whether the scale has found its height, and the recent drops."""
         return {
-            "scale": self._scale,
             "calibrated": self._calibrated,
+            "grown": self._grown,
             "drops": list(self._drops),
             "escalated": self._escalated,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as if the run had not ended."""
-        self._scale, self._calibrated = state["scale"], state["calibrated"]
+        self._calibrated, self._grown = state["calibrated"], state["grown"]
         self._drops, self._escalated = list(state["drops"]), state["escalated"]
+        self._resumed = True
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
-        """A fresh run starts at the scale of its settings; a resumed one has its state already."""
-        if trainer.resumed_step == 0:
-            settings = getattr(trainer.precision, "settings", None)
-            self._scale = None if settings is None else settings.init_scale
-            self._calibrated, self._drops, self._escalated = False, [], False
+        """Begin at the scale as it is: that of the settings, or of the checkpoint."""
+        scale = trainer.precision.scale
+        self._scale = None if scale is None else float(scale)
+        if not self._resumed:
+            self._calibrated = self._grown = self._escalated = False
+            self._drops = []
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Outcome) -> None:
         """Compare the scale with the one before; both are already on the host."""
@@ -69,8 +72,9 @@ class ScaleMonitor(Callback):
             kind = "scale_drop" if new < old else "scale_growth"
             marks = calibration if new < old else {}
             trainer.event(kind, update=outcome.update, old=old, new=new, **marks)
-            if new < old and not marks:
+            if new < old and not marks and not self._grown:
                 self._drops.append(outcome.update)
+            self._grown = new > old
         self._escalate(trainer, outcome.update, new)
 
     def _escalate(self, trainer: Trainer, update: int, scale: float) -> None:
@@ -84,3 +88,7 @@ class ScaleMonitor(Callback):
                 "gradients overflow again and again; look for bad samples, or lower the learning rate"
             )
             trainer.event("scale_escalation", update=update, drops=len(self._drops), scale=scale, message=message)
+
+    def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """The next run is another, unless a state is loaded for it."""
+        self._resumed = False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..strategies.errors import ConfigError
-from ..strategies.facts import tf32_support
+from ..strategies.formats import tf32_support
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class TF32(Callback):
 
     def __init__(self, enabled: bool | None = True) -> None:
         if enabled is not None and not isinstance(enabled, bool):
-            raise ConfigError(f"tf32 must be true, false or null (leave it alone), got {enabled!r}.")
+            raise ConfigError(f"tf32 must be true, false or null, got {enabled!r}.\nUse null to leave it as it is.")
         self.enabled = enabled
         self._saved: dict[str, TF32State] = {}  # by stage: an evaluation can come inside a fit
 

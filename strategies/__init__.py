@@ -13,7 +13,7 @@ from .errors import (
     PrecisionError,
     TrainingDiverged,
 )
-from .fabric import FabricPlugin, FabricPrecision
+from .fabric import FabricPlugin, fabric_precision
 from .facts import GPU, MachineFacts, probe
 from .mixed import BF16, FP16
 from .precision import FullPrecision, PrecisionStrategy
@@ -33,7 +33,6 @@ __all__ = [
     "DistributedError",
     "DistributionStrategy",
     "FabricPlugin",
-    "FabricPrecision",
     "FullPrecision",
     "GradScalerConfig",
     "LossScaleCollapse",
@@ -45,5 +44,6 @@ __all__ = [
     "SingleProcess",
     "TrainingDiverged",
     "XPUDevice",
+    "fabric_precision",
     "probe",
 ]

@@ -11,10 +11,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, DeviceUnavailableError
-from .facts import MachineFacts
+from .checks import whole
+from .errors import DeviceUnavailableError
+from .facts import MachineFacts, local_rank
+from .formats import has_float64
 from .mailbox import Mailbox, PinnedMailbox, SharedMailbox, WaitingMailbox
-from .obstacles import Obstacle, cuda_obstacle, local_rank, mps_obstacle, xpu_obstacle
+from .obstacles import Obstacle, cuda_obstacle, mps_obstacle, xpu_obstacle
 from .tree import map_tensors
 
 T = TypeVar("T")
@@ -25,7 +27,7 @@ class DeviceStrategy(ABC):
 
     Attributes:
         pins_memory: Whether batches in page-locked host memory travel without being waited for.
-        has_float64: Whether the device has float64; on xpu known after ``setup``, False before.
+        has_float64: Whether the device has float64; on xpu known after ``check``, False before.
         distributed_backend: The process group backend of its kind, ``None`` where there is none.
     """
 
@@ -146,11 +148,7 @@ class _StreamingDevice(DeviceStrategy):
     _torch: ClassVar[Any]  # torch.cuda or torch.xpu, whose functions have the same names
 
     def __init__(self, index: int = 0) -> None:
-        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise ConfigError(
-                f"{type(self).__name__}.index must be a whole number of at least 0, got {index!r}.\n"
-                "Use 0 for the first device."
-            )
+        whole(f"{type(self).__name__}.index", index, 0, "Use 0 for the first device.")
         self.index = index
         self.device = torch.device(self._torch.__name__.removeprefix("torch."), index)
 
@@ -230,10 +228,10 @@ class XPUDevice(_StreamingDevice):
         """The build, the masks, the driver or the index."""
         return xpu_obstacle(self.index, facts)
 
-    def setup(self) -> None:
-        """Make this the current device, and learn whether it has float64: the Arc A series does not."""
-        super().setup()
-        self.has_float64 = bool(self._torch.get_device_properties(self.device).has_fp64)
+    def check(self, facts: MachineFacts, asked: str | None = None) -> None:
+        """Refuse a machine without this device, and learn whether it has float64."""
+        super().check(facts, asked)
+        self.has_float64 = has_float64(self.device, facts)
 
 
 class MPSDevice(DeviceStrategy):

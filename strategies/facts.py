@@ -1,4 +1,4 @@
-"""What this machine has, as a plain value, and what follows from it for each number format.
+"""What this machine has, as a plain value.
 
 ``probe()`` is the one place that asks torch and the environment what exists. Everything else is a pure
 function of ``MachineFacts``, so "an AMD MI300 with a CUDA build of torch" is data in a test.
@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from .errors import ConfigError
+
 Build = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
 
 #: The variables that hide devices from a process, by build, in the order in which they act.
@@ -27,10 +29,8 @@ MASKS: dict[Build, tuple[str, ...]] = {
     "mps": (),
 }
 _RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
-_VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], "HIPBLASLT_ALLOW_TF32", *_RANKS)
-# Architectures by prefix of gcnArchName. Capability numbers of ROCm mean something else and are never read.
-_AMD_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-_AMD_TF32 = ("gfx94", "gfx95")
+_SWITCHES = ("HIPBLASLT_ALLOW_TF32", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
+_VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], *_SWITCHES, *_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,101 +78,45 @@ class MachineFacts:
         """Major and minor version of torch; a nightly build counts as its release."""
         return _version(self.torch_version) or (0, 0)
 
+    def gpu(self, device: torch.device) -> GPU | None:
+        """The GPU that a cuda or xpu device is; ``None`` where there is no such one."""
+        gpus = {"cuda": self.cuda, "xpu": self.xpu}.get(device.type, ())
+        index = device.index or 0
+        return gpus[index] if index < len(gpus) else None
+
     def variable(self, name: str) -> str | None:
         """An environment variable; ``None`` when unset, "" when set to nothing."""
         return dict(self.environment).get(name)
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """What a device makes of a number format; ``reason`` is a clause that says so.
-
-    Args:
-        native: The hardware computes in it.
-        usable: Torch can run it here at all, perhaps by emulation.
-    """
-
-    native: bool
-    usable: bool
-    reason: str
-
-
-def bf16_support(device: torch.device, facts: MachineFacts) -> Support:
-    """Whether a device computes in bfloat16.
-
-    Emulation is usable, not native: slow, and without a convolution below compute capability 8.0. The bare
-    ``torch.cuda.is_bf16_supported()`` counts it and is never asked.
-    """
-    if device.type == "cpu":
-        return _on_cpu("bfloat16", facts.cpu_bf16)
-    if device.type == "mps" and facts.mps:
-        return _mps_bf16(facts)
-    gpu = _gpu(device, facts)
-    if gpu is None:
-        return _absent(device)
-    if device.type == "xpu":
-        native = bool(gpu.bf16)
-    elif facts.build == "rocm":
-        native = (gpu.arch or "").startswith(_AMD_BF16)
-    else:
-        native = _is_ampere_or_newer(gpu)
-    verb = "computes" if native else "only emulates"
-    return Support(native, True, f"{_label(device, gpu)} {verb} bfloat16")
-
-
-def fp16_support(device: torch.device, facts: MachineFacts) -> Support:
-    """Whether a device computes in float16, and can train in it with a loss scale."""
-    if device.type == "cpu":
-        return _on_cpu("float16", facts.cpu_fp16)
-    if device.type == "mps" and facts.mps:
-        if facts.release < (2, 8):
-            reason = f"mps trains in float16 from torch 2.8 on and this is {facts.torch_version}"
-            return Support(True, False, reason)
-        return Support(True, True, "mps computes float16")
-    gpu = _gpu(device, facts)
-    if gpu is None:
-        return _absent(device)
-    label = _label(device, gpu)
-    if not gpu.has_fp64:
-        reason = f"{label} computes float16 but has no float64, which torch's GradScaler computes with"
-        return Support(True, False, reason)
-    flushed = ", flushing denormals in its matrix units" if gpu.arch == "gfx90a" else ""
-    return Support(True, True, f"{label} computes float16{flushed}")
-
-
-def tf32_support(device: torch.device, facts: MachineFacts) -> Support:
-    """Whether a device has TF32, and whether switching it on would have an effect."""
-    if device.type == "cpu" or (device.type == "mps" and facts.mps):
-        return Support(False, False, f"{device.type} has no TF32")
-    gpu = _gpu(device, facts)
-    if gpu is None:
-        return _absent(device)
-    label = _label(device, gpu)
-    if device.type == "xpu" and facts.release < (2, 10):
-        reason = f"torch knows from 2.10 on whether {label} has TF32 and this is {facts.torch_version}"
-        return Support(False, False, reason)
-    if device.type == "xpu":
-        native = bool(gpu.tf32)
-    elif facts.build == "rocm":
-        native = (gpu.arch or "").startswith(_AMD_TF32)
-        if native and facts.variable("HIPBLASLT_ALLOW_TF32") != "1":
-            reason = f"{label} has TF32, not effective unless HIPBLASLT_ALLOW_TF32=1 is set before the start"
-            return Support(True, False, reason)
-    else:
-        native = _is_ampere_or_newer(gpu)
-    return Support(native, native, f"{label} has {'' if native else 'no '}TF32")
 
 
 def describe(device: torch.device, facts: MachineFacts) -> str:
     """A device as people know it: "cuda:0 (NVIDIA H200, 139.8 GiB)", "cpu (16 cores)"."""
     if device.type == "cpu":
         return f"cpu ({facts.cpu_count} core{'' if facts.cpu_count == 1 else 's'})"
-    gpu = _gpu(device, facts)
+    gpu = facts.gpu(device)
     if gpu is None:
         macos = f", macOS {facts.macos[0]}.{facts.macos[1]}" if facts.macos else ""
         return f"mps (Apple GPU{macos})" if device.type == "mps" else str(device)
     memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
     return f"{device} ({', '.join(part for part in (gpu.name, gpu.arch, memory) if part)})"
+
+
+def world_size(facts: MachineFacts) -> int:
+    """How many processes a launcher has started; 1 without one.
+
+    Raises:
+        ConfigError: WORLD_SIZE is not a whole number.
+    """
+    return _count("WORLD_SIZE", 1, facts)
+
+
+def local_rank(facts: MachineFacts) -> int:
+    """The number of this process among those of its machine; 0 in a run of one process.
+
+    Raises:
+        ConfigError: A launcher variable is not a whole number.
+    """
+    return _count("LOCAL_RANK", 0, facts) if world_size(facts) > 1 else 0
 
 
 def probe(root: Path = Path("/")) -> MachineFacts:
@@ -200,6 +144,18 @@ def probe(root: Path = Path("/")) -> MachineFacts:
         nvidia_gpu_present=any(root.glob("proc/driver/nvidia/gpus/*")) or any(root.glob("dev/nvidia[0-9]*")),
         fault=" ".join(" ".join(said).split()),
     )
+
+
+def _count(name: str, default: int, facts: MachineFacts) -> int:
+    value = facts.variable(name)
+    if not value:
+        return default
+    if not value.isdecimal():
+        raise ConfigError(
+            f"The environment variable {name} must be a whole number, got {value!r}.\n"
+            "Unset it, or start the run with torchrun, which sets it."
+        )
+    return int(value)
 
 
 def _build() -> Build:
@@ -259,38 +215,6 @@ def _is_amd_gpu(node: Path) -> bool:
         return re.search(r"^simd_count [1-9]", node.read_text(), re.MULTILINE) is not None
     except PermissionError:
         return True
-
-
-def _on_cpu(dtype: str, native: bool) -> Support:
-    return Support(native, True, f"cpu {'computes' if native else 'only emulates'} {dtype}")
-
-
-def _is_ampere_or_newer(gpu: GPU) -> bool:
-    return gpu.capability is not None and gpu.capability >= (8, 0)
-
-
-def _mps_bf16(facts: MachineFacts) -> Support:
-    if facts.release < (2, 6):
-        return Support(False, False, f"mps has bfloat16 from torch 2.6 on and this is {facts.torch_version}")
-    if facts.macos is None or facts.macos < (14, 0):
-        found = "an unknown macOS" if facts.macos is None else f"macOS {facts.macos[0]}.{facts.macos[1]}"
-        return Support(False, False, f"mps has bfloat16 from macOS 14 on and this is {found}")
-    return Support(True, True, "mps computes bfloat16")
-
-
-def _gpu(device: torch.device, facts: MachineFacts) -> GPU | None:
-    gpus = {"cuda": facts.cuda, "xpu": facts.xpu}.get(device.type, ())
-    index = device.index or 0
-    return gpus[index] if index < len(gpus) else None
-
-
-def _label(device: torch.device, gpu: GPU) -> str:
-    detail = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else gpu.arch
-    return f"{device} ({gpu.name}, {detail})" if detail else f"{device} ({gpu.name})"
-
-
-def _absent(device: torch.device) -> Support:
-    return Support(False, False, f"{device} is not available here")
 
 
 def _version(text: str) -> tuple[int, int] | None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .errors import PrecisionError
-from .facts import MachineFacts, bf16_support, fp16_support
+from .errors import ConfigError, PrecisionError
+from .facts import MachineFacts
+from .formats import bf16_support, fp16_support
 from .precision import PrecisionStrategy
 from .scaler import GradScalerConfig, LossScaler, grad_scaler_config
 
@@ -24,7 +25,17 @@ class MixedPrecision(PrecisionStrategy):
     _remedy = "Use precision='no', which needs no autocast."
 
     def setup(self, device: torch.device) -> None:
-        """Bind autocast to the device and prove that it is in effect."""
+        """Bind autocast to the device and prove that it is in effect.
+
+        Raises:
+            PrecisionError: It is not, or a ``torch.autocast`` is around the run.
+        """
+        if torch.is_autocast_enabled(device.type):
+            # Only the outermost autocast empties the cache: every update after the first would go unseen.
+            raise PrecisionError(
+                f"precision={self.name!r} was requested inside of a torch.autocast, whose cache of cast weights "
+                "outlives their updates.\nCall it outside of torch.autocast: the precision enters its own."
+            )
         self._device_type = device.type
         super().setup(device)
         self._cache = _cache_keeps_gradients(self.autocast(), device)
@@ -99,9 +110,21 @@ class FP16(MixedPrecision):
     def __init__(
         self, grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None, *, allow_cpu: bool = False
     ) -> None:
-        self.grad_scaler_given = grad_scaler is not None
+        self._has_own_settings = grad_scaler is not None
         self.settings = grad_scaler_config(grad_scaler)
         self.allow_cpu = allow_cpu
+
+    def with_grad_scaler(self, settings: GradScalerConfig | Mapping[str, Any]) -> PrecisionStrategy:
+        """float16 with these settings of the loss scale.
+
+        Raises:
+            ConfigError: This one was made with settings of its own.
+        """
+        if self._has_own_settings:
+            raise ConfigError(
+                "grad_scaler is given twice, to the Trainer and to FP16(...).\nKeep the one in FP16(...)."
+            )
+        return FP16(settings, allow_cpu=self.allow_cpu)
 
     def check(self, device: torch.device, facts: MachineFacts) -> None:
         """Refuse the cpu unless allowed, and devices whose scaler or matmul cannot work."""

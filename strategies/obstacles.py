@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .errors import ConfigError
-from .facts import GPU, MASKS, MachineFacts
+from .facts import GPU, MASKS, MachineFacts, local_rank
 
 _BUILDS = {"NVIDIA": "CUDA", "AMD": "ROCm"}
 _MASK_REMEDY = {
@@ -91,27 +90,6 @@ def masks_set(facts: MachineFacts) -> str:
     """The visibility variables that are set, as in "HIP_VISIBLE_DEVICES='' (empty)"; "" without any."""
     values = [(name, facts.variable(name)) for name in MASKS[facts.build]]
     return " and ".join(f"{n}={v!r}{'' if v else ' (empty)'}" for n, v in values if v is not None)
-
-
-def local_rank(facts: MachineFacts) -> int:
-    """The number of this process among those of its machine; 0 in a run of one process.
-
-    Raises:
-        ConfigError: A launcher variable is not a whole number.
-    """
-    return _count("LOCAL_RANK", 0, facts) if _count("WORLD_SIZE", 1, facts) > 1 else 0
-
-
-def _count(name: str, default: int, facts: MachineFacts) -> int:
-    value = facts.variable(name)
-    if value is None:
-        return default
-    if not value.isdecimal():
-        raise ConfigError(
-            f"The environment variable {name} must be a whole number, got {value!r}.\n"
-            "Unset it, or start the run with torchrun, which sets it."
-        )
-    return int(value)
 
 
 def _beyond(kind: str, index: int, gpus: tuple[GPU, ...], facts: MachineFacts) -> Obstacle | None:

@@ -2,13 +2,13 @@
 
 Parameters, gradients and optimizer state are float32 in every precision; a precision decides in what the
 forward computes and what happens to gradients between backward and the update. All walk one road:
-``autocast`` the forward, ``backward``, ``unscale`` once a window, ``settle_scale`` once an update.
+``forward`` and ``backward``, ``unscale`` once a window, ``settle_scale`` once an update.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import PrecisionError
+from .errors import ConfigError, PrecisionError
 from .facts import MachineFacts
+from .scaler import GradScalerConfig
 
 T = TypeVar("T")
 
@@ -27,10 +28,14 @@ class PrecisionStrategy(ABC):
 
     Attributes:
         masters: Whether trainable weights, gradients and optimizer state are float32.
+        asked: The word that a user writes for it, where that is not its name.
+        description: What it is, where its name does not say enough.
         note: What the plan has to say of it, for a choice that most runs would regret.
     """
 
     name: str
+    asked: str = ""
+    description: str = ""
     compute_dtype: torch.dtype = torch.float32
     masters: bool = True
     note: str = ""
@@ -62,24 +67,40 @@ class PrecisionStrategy(ABC):
         """
         self._one = torch.ones((), dtype=torch.float32, device=device)
         ones = torch.ones(8, 8, dtype=torch.float32, device=device)
-        with self.autocast():
-            found = (ones @ ones).dtype
+        found = self._dtype_of_a_matmul(ones)
         if found != self.compute_dtype:
             raise PrecisionError(
                 f"precision={self.name!r} was requested, but a matmul on {device} computes in {found}, "
                 f"not in {self.compute_dtype}.\n{self._remedy}"
             )
 
+    def _dtype_of_a_matmul(self, data: Tensor) -> torch.dtype:
+        with self.autocast():
+            return (data @ data).dtype
+
+    def with_grad_scaler(self, settings: GradScalerConfig | Mapping[str, Any]) -> PrecisionStrategy:
+        """The same precision with these settings of the loss scale.
+
+        Raises:
+            ConfigError: It has no loss scale, or was made with settings of its own.
+        """
+        found = self.description or repr(self.name)
+        raise ConfigError(
+            f"grad_scaler sets the loss scale of precision='fp16', but precision is {found}.\n"
+            "Leave grad_scaler out, or use precision='fp16'."
+        )
+
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward and the loss; entered once a micro-batch, left before backward."""
 
+    def forward(self, step: Callable[..., T], data: Any, *rest: Any) -> T:
+        """``step(data, *rest)`` computed in this precision."""
+        with self.autocast():
+            return step(data, *rest)
+
     def convert_module(self, module: nn.Module) -> None:
         """Bring the weights to the type they are to have, in place, before an optimizer holds them."""
-
-    def converting(self, step: Callable[..., T]) -> Callable[..., T]:
-        """What to call under ``autocast`` in place of ``step(data, ...)``: itself, where nothing is converted."""
-        return step
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, a scalar."""

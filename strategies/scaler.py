@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .checks import number, whole
 from .errors import CheckpointError, ConfigError, PrecisionError
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -36,30 +37,23 @@ class GradScalerConfig:
     max_scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+        for name in ("init_scale", "min_scale", "max_scale"):
             value = getattr(self, name)
-            if value is None and name == "max_scale":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"grad_scaler.{name} must be a finite number, got {value!r}.")
-            if name.endswith("_scale") and not _FLOAT32.tiny <= value <= _FLOAT32.max:
-                raise ConfigError(
-                    f"grad_scaler.{name} must be above 0 and within float32, in which the scale is kept, got {value!r}."
-                )
-        interval = self.growth_interval
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ConfigError(f"grad_scaler.growth_interval must be a whole number of at least 1, got {interval!r}.")
-        if self.growth_factor <= 1.0:
-            raise ConfigError(f"grad_scaler.growth_factor must be above 1, got {self.growth_factor}.")
-        if not 0.0 < self.backoff_factor < 1.0:
-            raise ConfigError(f"grad_scaler.backoff_factor must lie between 0 and 1, got {self.backoff_factor}.")
+            if value is not None or name != "max_scale":
+                remedy = "Keep it within float32, in which the scale is kept; torch begins with init_scale=65536.0."
+                number(f"grad_scaler.{name}", value, least=_FLOAT32.tiny, most=_FLOAT32.max, remedy=remedy)
+        number("grad_scaler.growth_factor", self.growth_factor, above=1, remedy="Use 2.0 to double it.")
+        number("grad_scaler.backoff_factor", self.backoff_factor, above=0, below=1, remedy="Use 0.5 to halve it.")
+        whole("grad_scaler.growth_interval", self.growth_interval, 1, "Use 2000, which is torch's default.")
         if self.init_scale < self.min_scale:
             raise ConfigError(
-                f"grad_scaler.init_scale must be at least min_scale ({self.min_scale}), got {self.init_scale}."
+                f"grad_scaler.init_scale must be at least min_scale ({self.min_scale}), got {self.init_scale}.\n"
+                "Raise init_scale, or lower min_scale."
             )
         if self.max_scale is not None and self.max_scale < self.init_scale:
             raise ConfigError(
-                f"grad_scaler.max_scale must be at least init_scale ({self.init_scale}), got {self.max_scale}."
+                f"grad_scaler.max_scale must be at least init_scale ({self.init_scale}), got {self.max_scale}.\n"
+                "Lower init_scale, or use max_scale=None for no limit."
             )
 
 
@@ -80,8 +74,8 @@ def grad_scaler_config(settings: GradScalerConfig | Mapping[str, Any] | None) ->
     for key in settings or {}:
         if key not in fields:
             near = get_close_matches(str(key), fields, n=1)
-            meant = f" Did you mean {near[0]}?" if near else f" It has {', '.join(fields)}."
-            raise ConfigError(f"grad_scaler.{key} is not a setting of the loss scaler.{meant}")
+            meant = f"Did you mean {near[0]}?" if near else f"It has {', '.join(fields)}."
+            raise ConfigError(f"grad_scaler.{key} is not a setting of the loss scaler.\n{meant}")
     return GradScalerConfig(**(settings or {}))
 
 
@@ -102,7 +96,10 @@ class LossScaler:
             growth_interval=settings.growth_interval,
         )
         if not self._torch.is_enabled():
-            raise PrecisionError(f"precision='fp16' needs a loss scaler, but torch disabled it on {device}.")
+            raise PrecisionError(
+                f"precision='fp16' needs a loss scaler, but torch disabled it on {device}.\n"
+                "Use precision='bf16' or precision='no', which need none."
+            )
         # The scale tensor is made by the first scale(); a resumed run may unscale or clip before any.
         self._torch.scale(torch.zeros((), device=device))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 def map_tensors(tree: Any, function: Callable[[Tensor, str], Tensor], key: str = "") -> Any:
     """Apply ``function(tensor, "path.to.it")`` to every tensor of a tree.
 
-    Dicts, lists, tuples and named tuples are made anew with their types; everything else stays as it is.
+    Dicts, lists, tuples, named tuples and dataclasses are made anew with their types; everything else stays as it is.
     """
     if isinstance(tree, Tensor):
         return function(tree, key)
@@ -24,4 +25,26 @@ def map_tensors(tree: Any, function: Callable[[Tensor, str], Tensor], key: str =
     if isinstance(tree, (list, tuple)):
         values = [map_tensors(v, function, f"{prefix}{i}") for i, v in enumerate(tree)]
         return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+    if _is_dataclass(tree):
+        mapped = copy.copy(tree)
+        for f in fields(tree):
+            # not setattr: a batch may be frozen
+            object.__setattr__(mapped, f.name, map_tensors(getattr(tree, f.name), function, f"{prefix}{f.name}"))
+        return mapped
     return tree
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of a tree, depth first."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from tensors(item)
+    elif _is_dataclass(tree):
+        for f in fields(tree):
+            yield from tensors(getattr(tree, f.name))
+
+
+def _is_dataclass(tree: Any) -> bool:
+    return is_dataclass(tree) and not isinstance(tree, type)

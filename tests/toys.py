@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 
@@ -95,3 +96,13 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert list(a) == list(b)
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different, f"{different} differ"
+
+
+def by_hand(policy: nn.Module, make: Callable[[Iterable[nn.Parameter]], Optimizer], steps: int = 4) -> Optimizer:
+    """The updates that a plain loop makes on the same batches."""
+    optimizer = make(policy.parameters())
+    for batch in batches(steps):
+        policy(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer

@@ -1,9 +1,9 @@
 """The Trainer and what it trains with."""
 
 from .load import load
-from .optimizer import WarmupCosine
+from .outcome import Outcome
 from .rollout import RolloutReport
+from .schedule import WarmupCosine
 from .trainer import Trainer
-from .update import Outcome
 
 __all__ = ["Outcome", "RolloutReport", "Trainer", "WarmupCosine", "load"]

@@ -1,4 +1,4 @@
-"""The command line: ``policyfit fit``, ``eval``, ``plan`` and ``doctor``.
+"""The command line: ``policyfit fit``, ``plan``, ``validate``, ``eval``, ``checkpoints`` and ``doctor``.
 
 Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot be honoured, 130 interrupted,
 143 preempted.
@@ -7,21 +7,14 @@ Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot b
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..strategies.errors import ConfigError, PolicyfitError
-
-if TYPE_CHECKING:
-    from .config import Run, RunConfig
-    from .rollout import RolloutReport
-    from .trainer import Trainer
+from . import commands
 
 EXAMPLES = """\
 examples:
@@ -32,28 +25,24 @@ examples:
   policyfit fit --resume=runs/NAME                         go on with that run, as it was configured
   policyfit fit run.yaml --precision=bf16 --audit          prove that it is what runs
   policyfit plan run.yaml                                  what would run, and why
-  policyfit eval runs/NAME --device=cpu --episodes=20
+  policyfit validate runs/NAME                             the metrics of its validation data
+  policyfit eval runs/NAME --device=cpu --episodes=20      let its newest checkpoint act
+  policyfit checkpoints runs/NAME                          which there are, and whether they are whole
   policyfit doctor                                         what this machine offers
 """
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
-EVAL_KEYS = {"device": "device", "precision": "precision", "episodes": "eval.episodes", "seed": "eval.seed"}
-OPTIONS = {
-    "fit": ["--resume", "--audit"],
-    "plan": ["--json"],
-    "eval": [f"--{name}" for name in EVAL_KEYS],
-    "doctor": [],
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors become one panel of text, with ``--debug`` a traceback too."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        try:
-            request = _parse(arguments)
-        except SystemExit as done:  # --help and --version have printed
-            return int(done.code or 0)
+        request = _parse(arguments)
         request.run(request)
+    except SystemExit as ended:  # --help or --version has printed, or the run was preempted
+        if isinstance(ended.code, str):
+            raise
+        return ended.code or 0
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
@@ -66,117 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(error, known=known)
         return error.exit_code if isinstance(error, PolicyfitError) else 1
     return 0
-
-
-def _fit(request: argparse.Namespace) -> None:
-    from .config import read_run, resolve
-
-    config = read_run(_files(request), request.keys)
-    if request.audit:
-        config = _with_audit(config)
-    with config.importable():
-        run = resolve(config)
-        trainer = _seeded_trainer(run)
-        policy = run.build("policy")
-        trainer.fit(
-            policy,
-            run.build("data", "train"),
-            run.build("data", "val"),
-            optimizer=run.maker("optimizer"),
-            schedule=run.maker("schedule"),
-            resume=request.resume,
-        )
-        env = run.build("eval", "env")
-        if env is not None:
-            report = trainer.evaluate(policy, env, **run.evaluation)
-            _report(report, trainer, trainer.run_dir / "eval.json")
-
-
-def _plan(request: argparse.Namespace) -> None:
-    from .config import read_run, resolve
-
-    config = read_run(request.files, request.keys)
-    with config.importable():
-        run = resolve(config)
-        trainer = _seeded_trainer(run)
-        plan = trainer.dry_run(run.build("policy"), optimizer=run.maker("optimizer"), schedule=run.maker("schedule"))
-    print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
-
-
-def _eval(request: argparse.Namespace) -> None:
-    from .checkpoint import newest_checkpoint, read_manifest
-    from .config import read_run, resolve_evaluation
-    from .load import load
-
-    config_file = _config_of(Path(request.checkpoint))
-    checkpoint = newest_checkpoint(Path(request.checkpoint), lambda text: print(text, file=sys.stderr))
-    # The device that the run was on, not what its "auto" would choose here: never another one in silence.
-    given = {"device": read_manifest(checkpoint)["device"]}
-    given |= {name: text for name in EVAL_KEYS if (text := getattr(request, name)) is not None}
-    config = read_run([config_file], [(EVAL_KEYS[name], text) for name, text in given.items()])
-    with config.importable():
-        run = resolve_evaluation(config)
-        trainer = run.trainer.build()
-        policy = load(checkpoint, device=trainer.device, precision=trainer.precision)
-        _report(trainer.evaluate(policy, run.build("eval", "env"), **run.evaluation), trainer)
-
-
-def _doctor(request: argparse.Namespace) -> None:
-    from .doctor import main_text
-
-    print(main_text())
-
-
-def _with_audit(config: RunConfig) -> RunConfig:
-    """The run with ``PrecisionAudit`` among its callbacks; one that has it already, or is faulty there, as it is."""
-    audit = {"class_path": "policyfit.PrecisionAudit"}
-    trainer = config.values.get("trainer") or {}
-    callbacks = (trainer.get("callbacks") or []) if isinstance(trainer, dict) else None
-    if not isinstance(callbacks, list):
-        return config
-    named = [str(c["class_path"]) for c in callbacks if isinstance(c, dict) and "class_path" in c]
-    if "PrecisionAudit" in (name.rpartition(".")[2] for name in named):
-        return config
-    return replace(config, values={**config.values, "trainer": {**trainer, "callbacks": [*callbacks, audit]}})
-
-
-def _seeded_trainer(run: Run) -> Trainer:
-    """The trainer; what is built after it, such as the policy's first weights, comes from the run's seed."""
-    from .rng import seed_everything
-
-    trainer: Trainer = run.trainer.build()
-    trainer.config = run.config.values
-    if trainer.config["trainer"]["seed"] is not None:
-        seed_everything(trainer.config["trainer"]["seed"])
-    return trainer
-
-
-def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -> None:
-    if not trainer.is_main:
-        return
-    print(report.summary())
-    if file is not None:
-        file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-
-
-def _files(request: argparse.Namespace) -> list[Path]:
-    """The run files; a run that is gone on with brings its own."""
-    from .run_dir import newest_run
-
-    if request.files:
-        return [Path(file) for file in request.files]
-    if request.resume is None:
-        raise ConfigError("fit needs a run file: policyfit fit RUN.yaml.")
-    return [_config_of(newest_run() if request.resume == "last" else Path(request.resume))]
-
-
-def _config_of(path: Path) -> Path:
-    """The ``config.yaml`` of a run, given its folder or one of its checkpoints."""
-    for folder in (path, path.resolve().parent.parent):
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    found = "does not lie in a run's folder" if path.exists() else "does not exist"
-    raise ConfigError(f"{path} {found}, so there is no config.yaml.\nGive a run's folder, or RUN_DIR/checkpoints/STEP.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -193,35 +71,54 @@ class _Version(argparse.Action):
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser, of_commands = _parsers()
+    chosen = of_commands.get(next(iter(arguments), ""))
+    if chosen is None:
+        return parser.parse_args(arguments)
+    options = [option for action in chosen._actions for option in action.option_strings if option.startswith("--")]
+    own, keys = _split(arguments, options, takes_keys=bool(chosen.get_default("takes_keys")))
+    return parser.parse_args(own, argparse.Namespace(keys=keys))
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser of the command line, and those of the commands by name."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser("policyfit", description="Train robot policies.", epilog=EXAMPLES, formatter_class=layout)
     parser.add_argument("--version", action=_Version, nargs=0, help="say which release this is")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    added = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, epilog=epilog)
-        added.set_defaults(run=run)
-        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        return added
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str, **more: Any) -> _Parser:
+        made: _Parser = added.add_parser(name, help=text, description=text, **more)
+        made.set_defaults(run=run)
+        made.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return made
 
-    fit = command("fit", _fit, "Train as a run file says.", KEYS)
+    fit = command("fit", commands.fit, "Train as a run file says.", epilog=KEYS)
+    fit.set_defaults(takes_keys=True)
     fit.add_argument("files", nargs="*", metavar="RUN.yaml", help="later files win over earlier ones")
     fit.add_argument("--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last")
     fit.add_argument("--audit", action="store_true", help="report in what precision the first step really ran")
-    plan = command("plan", _plan, "Say what a run file would run, and why.", KEYS)
+    plan = command("plan", commands.plan, "Say what a run file would run, and why.", epilog=KEYS)
+    plan.set_defaults(takes_keys=True)
     plan.add_argument("files", nargs="+", metavar="RUN.yaml")
     plan.add_argument("--json", action="store_true", help="for programs")
-    evaluate = command("eval", _eval, "Let a trained policy act in the environment of its run.")
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder or a checkpoint's")
-    for name in EVAL_KEYS:
-        evaluate.add_argument(f"--{name}", help="instead of the run's")
-    command("doctor", _doctor, "Say what this machine offers.")
+    validate = command("validate", commands.validate, "Measure a trained policy on the validation data of its run.")
+    _take_a_checkpoint(validate, commands.VALIDATE_KEYS)
+    evaluate = command("eval", commands.evaluate, "Let a trained policy act in the environment of its run.")
+    _take_a_checkpoint(evaluate, commands.EVAL_KEYS)
+    listing = command(
+        "checkpoints", commands.checkpoints, "List the checkpoints of a run and verify every file of them."
+    )
+    listing.add_argument("run_dir", metavar="RUN_DIR")
+    command("doctor", commands.doctor, "Say what this machine offers.")
+    return parser, added.choices
 
-    name = next(iter(arguments), "")
-    if name not in OPTIONS:
-        return parser.parse_args(arguments)
-    own, keys = _split(arguments, [*OPTIONS[name], "--debug", "--help"], takes_keys=name in ("fit", "plan"))
-    return parser.parse_args(own, argparse.Namespace(keys=keys))
+
+def _take_a_checkpoint(parser: argparse.ArgumentParser, keys: dict[str, str]) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder or a checkpoint's")
+    for name in keys:
+        parser.add_argument(f"--{name}", help="instead of the run's")
+    parser.add_argument("--weights", default="raw", help='"raw" (the default), or "ema" for the average of EMA')
 
 
 def _split(arguments: list[str], options: list[str], *, takes_keys: bool) -> tuple[list[str], list[tuple[str, str]]]:

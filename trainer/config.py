@@ -8,7 +8,6 @@ all files, and environment variables change nothing.
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,11 @@ from ..strategies.errors import ConfigError
 from . import strict_yaml
 from .hints import parameters
 from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, nearest, read_recipe, unknown_key
+from .resolve import plain_precision
 from .strict_yaml import KeyPath, Mark
 
 SECTIONS = ("policy", "data", "trainer", "optimizer", "schedule", "eval")
-ACTING = ("device", "precision", "tf32", "deterministic", "seed")
+AFTERWARDS = ("device", "precision", "tf32", "deterministic", "seed", "batch_size", "workers")
 SHORT = {name: f"trainer.{name}" for name in ("device", "precision", "tf32")}
 
 
@@ -95,7 +95,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecipe:
     """A checked run: its config as resolved, and a recipe for each object. Nothing is built yet."""
 
     config: RunConfig
@@ -129,13 +129,18 @@ def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] =
     for file in files:
         document = strict_yaml.read_file(file)
         if not isinstance(document.value, dict):
-            raise ConfigError(f"{file} must hold the sections {', '.join(SECTIONS)}, got {document.value!r}.")
+            raise ConfigError(
+                f"{file} must hold the sections {', '.join(SECTIONS)}, got {document.value!r}.\n"
+                "Begin it with policy: {class_path: module.Class}."
+            )
         config = _lay_over(config, document.value, document.marks)
         folder = Path(file).resolve().parent
         named = document.value.get("code")
         named = ["."] if named is None else named
         if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
-            raise config.fault(("code",), f"code must be a list of folders, got {named!r}.")
+            raise config.fault(
+                ("code",), f"code must be a list of folders, got {named!r}.\nWrite [.] for the file's own."
+            )
         code += [str((folder / entry).resolve()) for entry in named]
     for key, text in overrides:
         path, overlay = _override(config, key, strict_yaml.read_word(text, f"--{key}={text}"))
@@ -143,19 +148,18 @@ def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] =
     return RunConfig({**config.values, "code": list(dict.fromkeys(code))}, config.marks)
 
 
-def resolve(config: RunConfig) -> Run:
+def resolve(config: RunConfig) -> RunRecipe:
     """Check every section against its classes; the result's config has the trainer's defaults written out.
 
     Raises:
-        ConfigError: A class does not exist or does not belong where it stands; an argument is unknown, missing
-            or of the wrong type; or a launcher's environment asks for another precision.
+        ConfigError: A class does not exist or does not belong where it stands, or an argument is unknown, missing
+            or of the wrong type.
     """
     from .trainer import Trainer
 
     values = _sections(config)
     trainer = bind(("trainer",), Trainer, values["trainer"], config.fault)
     values["trainer"] = _defaults() | trainer.values
-    _check_launcher(values["trainer"]["precision"])
     fill = {} if trainer.values.get("max_steps") is None else {"total_steps": trainer.values["max_steps"]}
     recipes: dict[tuple[str, ...], Recipe] = {}
     for path, slot in CLASSES.items():
@@ -170,7 +174,7 @@ def resolve(config: RunConfig) -> Run:
     if values["eval"]:
         values["eval"] = _evaluation(config, values["eval"])
     said = {key: value for key, value in values.items() if value not in (None, {})}
-    return Run(RunConfig(said, config.marks), trainer, recipes)
+    return RunRecipe(RunConfig(said, config.marks), trainer, recipes)
 
 
 def build_policy(config: RunConfig) -> nn.Module:
@@ -184,25 +188,36 @@ def build_policy(config: RunConfig) -> nn.Module:
         return policy
 
 
-def resolve_evaluation(config: RunConfig) -> Run:
-    """What an evaluation needs of a run: its environment, and a trainer as far as that concerns acting.
+def resolve_evaluation(config: RunConfig) -> RunRecipe:
+    """What an evaluation needs of a run: its environment, and the trainer as far as it matters after training.
 
     Raises:
         ConfigError: The run names no environment, or a setting is not what it must be.
     """
-    from .trainer import Trainer
-
     values = _sections(config)
-    settings = {name: values["trainer"][name] for name in ACTING if name in values["trainer"]}
-    trainer = bind(("trainer",), Trainer, settings, config.fault)
     values["eval"] = _evaluation(config, values["eval"])
     env = read_recipe(("eval", "env"), values["eval"]["env"], ENVIRONMENT, config.fault)
-    return Run(RunConfig(values, config.marks), trainer, {("eval", "env"): env})
+    return _afterwards(config, values, {("eval", "env"): env})
 
 
-def dump(values: Mapping[str, Any]) -> str:
-    """The text of ``config.yaml``: the values of a resolved run; ``read_run`` of it gives equal ones."""
-    return strict_yaml.write(values)
+def resolve_validation(config: RunConfig) -> RunRecipe:
+    """What a validation needs of a run: its data for it, where it names any, and the trainer as above.
+
+    Raises:
+        ConfigError: The data or a setting is not what it must be.
+    """
+    values = _sections(config)
+    spec = values["data"].get("val")
+    path = ("data", "val")
+    return _afterwards(config, values, {} if spec is None else {path: read_recipe(path, spec, DATA, config.fault)})
+
+
+def _afterwards(config: RunConfig, values: dict[str, Any], recipes: dict[tuple[str, ...], Recipe]) -> RunRecipe:
+    from .trainer import Trainer
+
+    settings = {name: values["trainer"][name] for name in AFTERWARDS if name in values["trainer"]}
+    trainer = bind(("trainer",), Trainer, settings, config.fault)
+    return RunRecipe(RunConfig(values, config.marks), trainer, recipes)
 
 
 def _lay_over(config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPath, Mark]) -> RunConfig:
@@ -237,7 +252,8 @@ def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[st
         if isinstance(node, Mapping) and "class_path" in node and part not in SPEC_KEYS:
             path, node = (*path, "init_args"), node.get("init_args")
         if not (node is None or isinstance(node, Mapping)):
-            raise config.fault(path, f"{dotted(path)} is {node!r}, so --{key} cannot set anything in it.")
+            said = f"{dotted(path)} is {node!r}, so --{key} cannot set anything in it."
+            raise config.fault(path, f"{said}\nSet --{dotted(path)} as a whole.")
         path, node = (*path, part), (node or {}).get(part)
     overlay = value
     for key_part in reversed(path):
@@ -254,7 +270,8 @@ def _sections(config: RunConfig) -> dict[str, Any]:
         if values.get(section) is None:
             values[section] = {}
         if not isinstance(values[section], dict):
-            raise config.fault((section,), f"{section} must be a mapping of keys to values, got {values[section]!r}.")
+            said = f"{section} must be a mapping of keys to values, got {values[section]!r}."
+            raise config.fault((section,), f"{said}\nWrite its keys indented below it.")
     for key in values:
         if key not in (*SECTIONS, "code"):
             places = {name: f"trainer.{name}" for name in parameters(Trainer)} | {s: s for s in SECTIONS}
@@ -264,8 +281,7 @@ def _sections(config: RunConfig) -> dict[str, Any]:
     for key in values["data"]:
         if key not in ("train", "val"):
             raise unknown_key(("data", key), ("train", "val"), config.fault)
-    if str(values["trainer"].get("precision", "no")).lower() in ("no", "none", "off", "false"):
-        values["trainer"]["precision"] = "no"
+    values["trainer"]["precision"] = plain_precision(values["trainer"].get("precision"))
     return values
 
 
@@ -273,7 +289,8 @@ def _evaluation(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``eval``, checked, with the defaults of what it leaves out."""
     section = asdict(_Evaluation(**bind(("eval",), _Evaluation, values, config.fault).values))
     if section["env"] is None:
-        raise config.fault(("eval",), "eval.env is missing: it names the environment that the policy acts in.")
+        said = "eval.env is missing: it names the environment that the policy acts in."
+        raise config.fault(("eval",), f"{said}\nWrite eval: {{env: {{class_path: module.Class}}}}.")
     return section
 
 
@@ -284,13 +301,3 @@ def _defaults() -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in parameters(Trainer).items()}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     return {name: value for name, value in plain.items() if isinstance(value, str | int | float | list | None)}
-
-
-def _check_launcher(precision: Any) -> None:
-    """The precision that accelerate's launcher hands on by a variable must not contradict the run."""
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched in ("bf16", "fp16", "fp8") and precision in ("no", "bf16", "fp16") and launched != precision:
-        raise ConfigError(
-            f"trainer.precision is {precision}, but the launcher set ACCELERATE_MIXED_PRECISION={launched}.\n"
-            "Only the run decides: unset the variable, or give both the same value."
-        )

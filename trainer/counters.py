@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..strategies.checks import is_whole
 from ..strategies.errors import CheckpointError
 
 
@@ -41,6 +42,8 @@ class Counters:
         """
         values = {name: saved.get(name) for name in cls.__dataclass_fields__}
         for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise CheckpointError(f"manifest.json is damaged: counters.{name} is {value!r}.")
+            if not is_whole(value, 0):
+                raise CheckpointError(
+                    f"manifest.json is damaged: counters.{name} is {value!r}.\nResume from another checkpoint."
+                )
         return cls(**values)  # type: ignore[arg-type]

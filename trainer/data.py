@@ -14,12 +14,10 @@ swapped while user code makes a sample.
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,7 +28,17 @@ from torch.utils.data import (
 )
 
 from ..strategies.errors import ConfigError, DistributedError
-from .epochs import IteratedData, KeptData, MicroBatch, OrderedData, Reading, TrainingData, keyed_loader
+from ..strategies.facts import MachineFacts
+from .epochs import (
+    IteratedData,
+    KeptData,
+    MicroBatch,
+    OrderedData,
+    Reading,
+    TrainingData,
+    count_samples,
+    keyed_loader,
+)
 from .sampler import KeptDraws, OrderedDraws, name_of
 
 __all__ = ["MicroBatch", "TrainingData", "count_samples", "training_data", "validation_loader"]
@@ -47,6 +55,7 @@ def training_data(
     accumulate: int,
     pin_memory: bool,
     device_type: str,
+    facts: MachineFacts,
     rank: int = 0,
     world_size: int = 1,
 ) -> TrainingData:
@@ -60,6 +69,7 @@ def training_data(
         accumulate: Micro-batches in a window.
         pin_memory: Whether the device reads pinned memory.
         device_type: Of the device that trains, for "auto" and for the notes.
+        facts: Of the machine: how many processors there are, and whether workers can be forked.
         rank: Of this process.
         world_size: Processes that train together.
 
@@ -73,12 +83,12 @@ def training_data(
         )
     reading = Reading(seed=seed, accumulate=accumulate)
     if isinstance(source, DataLoader):
-        data = _from_loader(source, pin_memory, device_type, reading)
+        data = _from_loader(source, pin_memory, device_type, facts, reading)
     elif isinstance(source, IterableDataset):
-        settings = _settings(_worker_count(workers, device_type, most=1), pin_memory)
+        settings = _settings(_worker_count(workers, device_type, facts, most=1), pin_memory, facts)
         data = IteratedData(DataLoader(source, batch_size=batch_size, **settings), reading)
     elif _is_map_style(source):
-        settings = _settings(_worker_count(workers, device_type), pin_memory)
+        settings = _settings(_worker_count(workers, device_type, facts), pin_memory, facts)
         settings["persistent_workers"] = settings["num_workers"] > 0
         draws = OrderedDraws(len(source), batch_size, seed=seed, shuffle=True, drop_last=False)
         data = OrderedData(source, draws, default_collate, settings, reading)
@@ -93,7 +103,7 @@ def training_data(
 
 
 def validation_loader(
-    source: Any, *, batch_size: int, workers: Workers, pin_memory: bool, device_type: str
+    source: Any, *, batch_size: int, workers: Workers, pin_memory: bool, device_type: str, facts: MachineFacts
 ) -> Iterable[Any]:
     """Batches to validate on, in the order of the dataset; a DataLoader is used as it is.
 
@@ -106,10 +116,10 @@ def validation_loader(
     if isinstance(source, DataLoader):
         return _without_pinning(source, pin_memory, device_type, [])
     if isinstance(source, IterableDataset):
-        settings = _settings(_worker_count(workers, device_type, most=1), pin_memory)
+        settings = _settings(_worker_count(workers, device_type, facts, most=1), pin_memory, facts)
         return DataLoader(source, batch_size=batch_size, **settings)
     if _is_map_style(source):
-        settings = _settings(_worker_count(workers, device_type), pin_memory)
+        settings = _settings(_worker_count(workers, device_type, facts), pin_memory, facts)
         draws = OrderedDraws(len(source), batch_size, seed=0, shuffle=False, drop_last=False)
         return keyed_loader(
             source, draws, default_collate, settings, seed=0, tell_epoch=False, generator=torch.Generator()
@@ -117,26 +127,15 @@ def validation_loader(
     return _re_iterable(source)
 
 
-def count_samples(batch: Any) -> int:
-    """The leading dimension of the first tensor in a batch, searched depth first; 1 if there is none."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
-
-
-def _from_loader(loader: DataLoader[Any], pin_memory: bool, device_type: str, reading: Reading) -> TrainingData:
+def _from_loader(
+    loader: DataLoader[Any], pin_memory: bool, device_type: str, facts: MachineFacts, reading: Reading
+) -> TrainingData:
     loader = _without_pinning(loader, pin_memory, device_type, reading.notes)
     if type(loader) is not DataLoader:  # a rebuilt one would lose what the subclass does
         _refuse_deaf_workers(loader)
         reading.notes.append(f"{name_of(loader)} is used as it is.")
         return IteratedData(loader, reading)
-    settings = _settings(loader.num_workers, loader.pin_memory, loader.multiprocessing_context)
+    settings = _settings(loader.num_workers, loader.pin_memory, facts, loader.multiprocessing_context)
     settings |= {name: getattr(loader, name) for name in ("timeout", "worker_init_fn", "prefetch_factor")}
     if isinstance(loader.dataset, IterableDataset):
         return IteratedData(_with_new_workers(loader, settings, reading.notes), reading)
@@ -203,19 +202,19 @@ def _without_pinning(loader: DataLoader[Any], pin_memory: bool, device_type: str
     return loader
 
 
-def _settings(workers: int, pin_memory: bool, context: Any = None) -> dict[str, Any]:
-    if workers and context is None and torch.version.hip:
+def _settings(workers: int, pin_memory: bool, facts: MachineFacts, context: Any = None) -> dict[str, Any]:
+    if workers and context is None and facts.build == "rocm":
         context = "spawn"  # the HIP runtime is up by now, and does not survive a fork
     return {"num_workers": workers, "pin_memory": pin_memory, "multiprocessing_context": context}
 
 
-def _worker_count(workers: Workers, device_type: str, most: int = 4) -> int:
+def _worker_count(workers: Workers, device_type: str, facts: MachineFacts, most: int = 4) -> int:
     """``most`` is 1 for iterable datasets: each worker reads all of one that does not split itself."""
     if workers != "auto":
         return workers
     if device_type == "cpu":
         return 0
-    return max(0, min(most, (os.cpu_count() or 1) - 1))
+    return min(most, facts.cpu_count - 1)
 
 
 def _is_map_style(source: Any) -> bool:
@@ -231,6 +230,7 @@ def _re_iterable(source: Any) -> Iterable[Any]:
     if not isinstance(source, Iterable):
         raise ConfigError(
             "The data must be a dataset with __len__ and __getitem__, an IterableDataset, a DataLoader or "
-            f"another iterable of batches, got {name_of(source)}."
+            f"another iterable of batches, got {name_of(source)}.\n"
+            "A list of samples is a dataset, and torch.utils.data.TensorDataset makes one of tensors."
         )
     return source

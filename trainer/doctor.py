@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from ..callbacks.tf32 import save_state
 from ..strategies.errors import PolicyfitError
-from ..strategies.facts import (
-    MASKS,
-    MachineFacts,
-    Support,
-    bf16_support,
-    describe,
-    fp16_support,
-    probe,
-    tf32_support,
-)
+from ..strategies.facts import MASKS, MachineFacts, describe, probe
+from ..strategies.formats import Support, bf16_support, fp16_support, tf32_support
 from ..strategies.obstacles import cuda_obstacle, present_vendors
 from .resolve import choose_precision, resolve_device
 
@@ -27,6 +18,7 @@ _BUILD = {
     "xpu": "XPU (Intel)",
     "mps": "MPS (Apple)",
 }
+_LEAVES = {"matmul": "cuda.matmul", "convolution": "cudnn.conv", "rnn": "cudnn.rnn", "cpu matmul": "mkldnn.matmul"}
 _FORMATS = {"bf16": bf16_support, "fp16": fp16_support, "TF32": tf32_support}
 
 
@@ -34,8 +26,8 @@ def report(facts: MachineFacts) -> list[tuple[str, str]]:
     """Rows of (what, finding): torch, devices and number formats, masks, the choices of auto, warnings."""
     rows = [("torch", f"{facts.torch_version}, built for {_BUILD[facts.build]}")]
     for device in _devices(facts):
-        gpus = {"cuda": facts.cuda, "xpu": facts.xpu}.get(device.type)
-        uuid = f", uuid {gpus[device.index].uuid}" if gpus and gpus[device.index].uuid else ""
+        gpu = facts.gpu(device)
+        uuid = f", uuid {gpu.uuid}" if gpu and gpu.uuid else ""
         rows.append((str(device), f"{describe(device, facts)}{uuid}"))
         rows += [(f"{device} {name}", _verdict(support(device, facts))) for name, support in _FORMATS.items()]
     rows += [(name, _as_set(facts.variable(name))) for name in _masks(facts)]
@@ -61,28 +53,11 @@ def main_text() -> str:
 
 def tf32_setting() -> str:
     """How TF32 is set in this process; never raises, whatever mixture of old and new switches set it."""
-    backends: Any = torch.backends
-    if not hasattr(backends, "fp32_precision"):  # torch 2.8 and older have the old switches only
-        convolution = "tf32" if backends.cudnn.allow_tf32 else "ieee"
-        return f"matmul {torch.get_float32_matmul_precision()}, convolution {convolution}"
-    leaves = {
-        "matmul": backends.cuda.matmul.fp32_precision,
-        "convolution": backends.cudnn.conv.fp32_precision,
-        "rnn": backends.cudnn.rnn.fp32_precision,
-        "cpu matmul": backends.mkldnn.matmul.fp32_precision,
-    }
-    text = ", ".join(f"{name} {value}" for name, value in leaves.items())
-    return f"{text} (mixed: torch's old getters raise, so torch.compile may)" if _is_mixed() else text
-
-
-def _is_mixed() -> bool:
-    """Whether the old switches of TF32 and the new ones say different things, which the old getters refuse."""
-    try:
-        torch.get_float32_matmul_precision()
-        torch.backends.cudnn.allow_tf32  # noqa: B018 - read to see whether it raises
-    except RuntimeError:
-        return True
-    return False
+    state = save_state()
+    if not state.leaves:  # torch 2.8 and older have the old switches only
+        return f"matmul {state.word}, convolution {'tf32' if state.cudnn else 'ieee'}"
+    text = ", ".join(f"{name} {state.leaves[leaf]}" for name, leaf in _LEAVES.items())
+    return f"{text} (mixed: torch's old getters raise, so torch.compile may)" if state.raised else text
 
 
 def _devices(facts: MachineFacts) -> list[torch.device]:

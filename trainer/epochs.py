@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..strategies.errors import ConfigError
+from ..strategies.tree import tensors
 from .rng import derive_seed
 from .sampler import (
     Draws,
@@ -96,13 +97,17 @@ class TrainingData(ABC):
         """The batches of one epoch from number ``start`` on."""
 
     def _windows(self, epoch: int, start: int) -> Generator[MicroBatch, None, None]:
-        """Draw each window before its first micro-batch goes out: only then is it known how many it has."""
+        """Draw each window before its first micro-batch goes out: only then is its size known.
+
+        Of a window that ``start`` cuts, which no checkpoint does, the rest stands for the whole.
+        """
         batches, index = self._batches(epoch, start), start
         while window := list(islice(batches, self._accumulate - index % self._accumulate)):
-            count = index % self._accumulate + len(window)
+            sizes = [count_samples(batch) for batch in window] if self._accumulate > 1 else [1]
+            total = sum(sizes) * (index % self._accumulate + len(window)) / len(window)
             while window:
-                batch = window.pop(0)
-                yield MicroBatch(batch, index, float(count), closes=not window)
+                batch, size = window.pop(0), sizes.pop(0)
+                yield MicroBatch(batch, index, total / size, closes=not window)
                 index += 1
         if index == 0:
             raise ConfigError(
@@ -228,6 +233,11 @@ class IteratedData(TrainingData):
         if not isinstance(self._source, DataLoader):
             return iter(self._source)
         return drawn_in(OwnStreams(derive_seed(self._seed, "iterable", epoch)), self._source)
+
+
+def count_samples(batch: Any) -> int:
+    """The leading dimension of the first tensor in a batch, searched depth first; 1 if there is none."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
 
 
 def length_of(source: Any) -> int | None:

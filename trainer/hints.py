@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -52,7 +55,7 @@ def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     }
 
 
-def check(target: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[ArgumentParser, Namespace]:
     """jsonargparse's parser for those parameters of ``target`` that have a value, and what it made of the values.
 
     Raises:
@@ -74,7 +77,7 @@ def check(target: Callable[..., Any], values: Mapping[str, Any]) -> Any:
 
 def instantiate(target: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for ``target``: values in their types, and the objects among them made."""
-    parser, parsed = check(target, values)
+    parser, parsed = parse(target, values)
     return {**values, **parser.instantiate(parsed).as_dict()}
 
 

@@ -15,7 +15,8 @@ from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.tree import map_tensors
-from .checkpoint import CheckpointState, newest_checkpoint, read_checkpoint
+from .checkpoint import CheckpointState, read_checkpoint
+from .newest import newest_checkpoint
 from .resolve import resolve_device, resolve_precision
 from .rollout import to_tensors
 from .state import load_policy
@@ -104,11 +105,11 @@ def _build(checkpoint: Path) -> nn.Module:
 
 
 def _make_act(policy: nn.Module, device: DeviceStrategy, precision: PrecisionStrategy) -> None:
-    trained: Any = precision.converting(policy.select_action)  # type: ignore[arg-type]
+    trained: Any = policy.select_action
 
     def select_action(observation: Any) -> Any:
-        with torch.no_grad(), precision.autocast():
-            action = trained(device.move(to_tensors(observation)))
+        with torch.no_grad():
+            action = precision.forward(trained, device.move(to_tensors(observation)))
         return map_tensors(action, _in_float32)
 
     vars(policy)["select_action"] = select_action

@@ -25,8 +25,7 @@ def train(run: Run) -> None:
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
             with _NOTHING if closes else distribution.accumulating(adapter.module):
-                with precision.autocast():
-                    loss, metrics = adapter.training_step(batch, index)
+                loss, metrics = precision.forward(adapter.training_step, batch, index)
                 if loss is not None:
                     share = loss if divisor == 1.0 else loss / divisor
                     for hook in before_backward:

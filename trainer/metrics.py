@@ -23,14 +23,17 @@ def scalar(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(
-                f"The metric {name!r} must be a number or a scalar tensor, got shape {tuple(value.shape)}."
+                f"The metric {name!r} must be a number or a scalar tensor, got shape {tuple(value.shape)}.\n"
+                "Report its mean()."
             )
         fresh = value.grad_fn is not None and not value._is_view()  # the result of an operation, such as the loss
         return value.detach() if fresh else value.detach().clone()
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"The metric {name!r} must be a number or a scalar tensor, got {value!r}.") from error
+        raise ConfigError(
+            f"The metric {name!r} must be a number or a scalar tensor, got {value!r}.\nLeave out what is no number."
+        ) from error
 
 
 class Means:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..strategies.errors import ConfigError
-from .optimizer import Schedule, default_optimizer, read_configured
+from .optimizer import default_optimizer, read_configured
+from .schedule import Schedule
 
 Log = Callable[[str, Any], None]
 Metrics = Mapping[str, Any]
@@ -75,7 +78,7 @@ class PolicyAdapter(ABC):
         configured = self.policy.configure_optimizers()  # type: ignore[operator]
         if configured is None:
             raise ConfigError(
-                "configure_optimizers() returned None, so nothing would move the weights. Return an optimizer."
+                "configure_optimizers() returned None, so nothing would move the weights.\nReturn an optimizer."
             )
         optimizers, schedules = read_configured(configured, self.default_interval)
         return optimizers, schedules, f"{type(self.policy).__name__}.configure_optimizers()"
@@ -119,7 +122,7 @@ class PlainPolicy(PolicyAdapter):
         if not isinstance(metrics, Mapping):
             raise ConfigError(
                 f"{type(self.policy).__name__}.forward must give a loss, or (loss, metrics) with metrics a dict; "
-                f"got {type(metrics).__name__} in place of the dict."
+                f"got {type(metrics).__name__} in place of the dict.\nReturn for instance (loss, {{'l1': l1}})."
             )
         if "loss" in metrics:  # the loss has this name already
             metrics = {name: value for name, value in metrics.items() if name != "loss"}
@@ -143,17 +146,18 @@ class LightningPolicy(PolicyAdapter):
                 f"{type(policy).__name__} sets automatic_optimization=False, but the update is the Trainer's: it is "
                 "what keeps precision, skips and resume exact.\nReturn the loss from training_step instead."
             )
-        own = [name for name in _UNCALLED if brings(policy, name)]
+        own = [name for name in _own_methods(policy) if name in _UNCALLED or name.startswith("on_")]
         if own:
             raise ConfigError(
                 f"{type(policy).__name__} defines {', '.join(own)}, which the Trainer would never call.\n"
-                "Move it into a policyfit.Callback (the hooks have the same names); the Trainer clips by clip_norm "
-                "and clip_value, and schedules advance by their interval."
+                "Move what it does into a policyfit.Callback, whose hooks stand in policyfit/callbacks/hooks.py; the "
+                "Trainer clips by clip_norm and clip_value, and schedules advance by their interval."
             )
+        self._takes_index = {name: _takes_index(policy, name) for name in ("training_step", "validation_step")}
         self._hidden: dict[str, Any] | None = None
 
     def attach(self, log: Log) -> None:
-        """Give the module ``self.log`` and ``self.log_dict``."""
+        """Give the module ``self.log`` and ``self.log_dict``, and ``self.device`` if it has none."""
         super().attach(log)
 
         def log_one(name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -166,35 +170,57 @@ class LightningPolicy(PolicyAdapter):
 
         own = vars(self.policy)
         if self._hidden is None:
-            self._hidden = {name: own[name] for name in ("log", "log_dict") if name in own}
+            self._hidden = {name: own[name] for name in _GIVEN if name in own}
         own.update(log=log_one, log_dict=log_dict)
+        if not hasattr(self.policy, "device"):
+            own["device"] = next(self.policy.parameters()).device
 
     def detach(self) -> None:
         """Take them away again."""
         super().detach()
         if self._hidden is not None:
-            for name in ("log", "log_dict"):
+            for name in _GIVEN:
                 vars(self.policy).pop(name, None)
             vars(self.policy).update(self._hidden)
             self._hidden = None
 
     def training_step(self, batch: Any, index: int) -> tuple[Tensor | None, Metrics]:
         """A tensor, a dict with ``loss``, or ``None`` to leave the micro-batch out."""
-        result = self.policy.training_step(batch, index)  # type: ignore[operator]
+        result = self._call("training_step", batch, index)
         if result is None:
             return None, NO_METRICS
         if isinstance(result, Mapping):
             if "loss" not in result:
-                raise ConfigError(f"training_step returned a dict without 'loss': it has {sorted(map(str, result))}.")
+                raise ConfigError(
+                    f"training_step returned a dict without 'loss': it has {sorted(map(str, result))}.\n"
+                    "Return the loss under 'loss', or None to leave the micro-batch out."
+                )
             result = result["loss"]
         loss = checked_loss(result, self.policy, "training_step")
         return (loss if loss.requires_grad else None), NO_METRICS
 
     def validation_step(self, batch: Any, index: int) -> Metrics:
         """The numbers and scalars that ``validation_step`` returned; what it logged goes its own way."""
-        result = self.policy.validation_step(batch, index)  # type: ignore[operator]
+        result = self._call("validation_step", batch, index)
         named = result if isinstance(result, Mapping) else {} if result is None else {"loss": result}
         return {str(name): value for name, value in named.items() if _is_scalar(value)}
+
+    def _call(self, name: str, batch: Any, index: int) -> Any:
+        step = getattr(self.policy, name)
+        return step(batch, index) if self._takes_index[name] else step(batch)
+
+
+_GIVEN = ("log", "log_dict", "device")
+
+
+def _takes_index(policy: nn.Module, name: str) -> bool:
+    """Whether the step takes ``batch_idx``, which Lightning lets it leave out."""
+    if not callable(getattr(policy, name, None)):
+        return True
+    parameters = signature(getattr(policy, name)).parameters.values()
+    return len([p for p in parameters if p.kind is not p.KEYWORD_ONLY]) != 1 or any(
+        p.kind is p.VAR_POSITIONAL for p in parameters
+    )
 
 
 def _is_scalar(value: Any) -> bool:
@@ -213,6 +239,7 @@ _UNCALLED = (
     "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "setup", "teardown",
     "prepare_data",
 )  # fmt: skip
+_CALLED = ("training_step", "validation_step", "configure_optimizers", "train_dataloader", "val_dataloader")
 _LIGHTNING = ("lightning.pytorch.core", "pytorch_lightning.core")
 
 
@@ -224,6 +251,24 @@ def brings(policy: nn.Module, name: str) -> bool:
     return owner is None or not owner.__module__.startswith(_LIGHTNING)
 
 
+def _own_methods(policy: nn.Module) -> list[str]:
+    """The names of the methods that the user's classes define, those of torch and Lightning left out."""
+    classes = [c for c in type(policy).__mro__ if not c.__module__.startswith(("torch.", "builtins", *_LIGHTNING))]
+    return sorted({name for c in classes for name, value in vars(c).items() if callable(value)} - {"__init__"})
+
+
+def _refuse_misspelt(policy: nn.Module) -> None:
+    """Refuse a method that is one letter away from one that would be called."""
+    own = _own_methods(policy)
+    for name in own:
+        near = get_close_matches(name, _CALLED, n=1, cutoff=0.88)
+        if name not in _CALLED and near and near[0] not in own:
+            raise ConfigError(
+                f"{type(policy).__name__} defines {name}, which the Trainer would never call. Did you mean {near[0]}?"
+                "\nRename it; a leading underscore says that it is a helper of your own."
+            )
+
+
 def adapt(policy: Any) -> PolicyAdapter:
     """The adapter for the dialect that the policy speaks.
 
@@ -231,13 +276,15 @@ def adapt(policy: Any) -> PolicyAdapter:
         ConfigError: It is not an ``nn.Module``, is wrapped already, or has nothing to train by.
     """
     if not isinstance(policy, nn.Module):
-        hint = " Pass an instance of it." if isinstance(policy, type) and issubclass(policy, nn.Module) else ""
-        raise ConfigError(f"The policy must be a torch.nn.Module, got {policy!r}.{hint}")
+        is_class = isinstance(policy, type) and issubclass(policy, nn.Module)
+        remedy = "Pass an instance of it." if is_class else "Derive its class from nn.Module."
+        raise ConfigError(f"The policy must be a torch.nn.Module, got {policy!r}.\n{remedy}")
     if isinstance(policy, nn.DataParallel | DistributedDataParallel) or hasattr(policy, "_orig_mod"):
         raise ConfigError(
             f"The policy is wrapped in {type(policy).__name__}, which hides its methods and renames its parameters.\n"
             "Pass the policy itself; Trainer(compile=True) compiles it, and Trainer(distributed=...) spreads the run."
         )
+    _refuse_misspelt(policy)
     if brings(policy, "training_step"):
         return LightningPolicy(policy)
     if type(policy).forward is nn.Module.forward:

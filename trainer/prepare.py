@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,19 +13,22 @@ from torch.optim import Optimizer
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import ConfigError
-from ..strategies.facts import tf32_support
+from ..strategies.facts import MachineFacts
+from ..strategies.formats import Support, tf32_support
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .counters import Counters
 from .data import training_data, validation_loader
-from .optimizer import OptimizerFactory, Schedule, ScheduleFactory, as_schedule, trainable
-from .optimizer import prepare as prepare_optimizer
+from .describe import movers
+from .fused import prepare_optimizer
+from .optimizer import OptimizerFactory, trainable
 from .plan import Plan
 from .policy import PolicyAdapter, adapt, brings
 from .process import choose_threads
 from .resolve import Choice
 from .rng import seed_everything
-from .run import Intervals, Run
+from .run import Run
 from .saving import Saver
+from .schedule import Schedule, ScheduleFactory, as_schedule
 from .settings import Settings
 from .update import MAILBOX_SIZE, Updater
 
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-Choices = tuple[Choice[DeviceStrategy], Choice[PrecisionStrategy], Choice[DistributionStrategy]]
+class Choices(NamedTuple):
+    """What the trainer's strategies were chosen from, and why."""
+
+    device: Choice[DeviceStrategy]
+    precision: Choice[PrecisionStrategy]
+    distribution: Choice[DistributionStrategy]
 
 
 def prepare(
@@ -49,7 +56,6 @@ def prepare(
     schedule: ScheduleFactory | None,
     seed: int | None,
     fresh: bool,
-    emit: Callable[[Mapping[str, Any]], None],
     plan: Plan,
 ) -> tuple[Run, int | None]:
     """Put a run together; draws no batch and writes nothing.
@@ -61,8 +67,8 @@ def prepare(
     Returns:
         The run, and the number of CPU threads it is to have (``None``: torch's choice).
     """
-    device, distribution = choices[0].value, choices[2].value
-    adapter = _checked(policy, choices[1].value)
+    device, distribution = trainer.device, trainer.distribution
+    adapter = _checked(policy, trainer.precision)
     if seed is None:
         seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
     if settings.seed is not None:
@@ -81,12 +87,13 @@ def prepare(
         accumulate=settings.accumulate,
         pin_memory=device.pins_memory,
         device_type=device.device.type,
+        facts=trainer.facts,
         rank=distribution.rank,
         world_size=distribution.world_size,
     )
     if fresh:
         _set_statistics(policy, data.stats)
-    validation = _validation(adapter, val_data, settings, device)
+    validation = _validation(adapter, val_data, settings, device, trainer.facts)
     parts = _assemble(trainer, adapter, settings, choices, optimizer, schedule, plan)
     plan.add(
         "data",
@@ -99,40 +106,29 @@ def prepare(
     plan.add("seed", settings.seed, seed, "" if settings.seed is not None else "drawn for the data's order")
     plan.notes += data.notes
 
-    counters = Counters()
+    counters, settings = Counters(), _with_an_end(settings, plan)
     updater = Updater(
         trainer,
         policy,
         optimizers=parts.optimizers,
         schedules=parts.schedules,
-        precision=choices[1].value,
-        distribution=distribution,
         mailbox=device.mailbox(MAILBOX_SIZE),
         counters=counters,
-        callbacks=trainer.callbacks,
         after_step=adapter.after_step,
-        clip_norm=settings.clip_norm,
-        clip_value=settings.clip_value,
-        non_finite=settings.non_finite,
-        max_skips=settings.max_skips,
+        settings=settings,
     )
     run = Run(
         trainer=trainer,
         adapter=adapter,
-        device=device,
-        precision=choices[1].value,
-        distribution=distribution,
         data=data,
         validation_data=validation,
         schedules=parts.schedules,
         updater=updater,
         saver=Saver(pinned=device.pins_memory, synchronize=device.synchronize),
-        callbacks=trainer.callbacks,
         counters=counters,
-        intervals=_intervals(settings, plan),
+        settings=settings,
         seed=seed,
-        accumulate=settings.accumulate,
-        emit=emit,
+        movers=movers(parts.optimizers, parts.schedules),
     )
     return run, parts.threads
 
@@ -148,10 +144,10 @@ def dry_run(
     plan: Plan,
 ) -> None:
     """Take every decision of a run that needs no data, and write it into ``plan``."""
-    _assemble(trainer, _checked(policy, choices[1].value), settings, choices, optimizer, schedule, plan)
+    _assemble(trainer, _checked(policy, trainer.precision), settings, choices, optimizer, schedule, plan)
     seed = "drawn at the start" if settings.seed is None else settings.seed
     plan.add("seed", settings.seed, seed)
-    _intervals(settings, plan)
+    _with_an_end(settings, plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +178,7 @@ def _assemble(
     plan: Plan,
 ) -> _Parts:
     """Bring the policy to its device, prove the precision there, and build what moves the weights."""
-    device, precision, distribution = choices[0].value, choices[1].value, choices[2].value
+    device, precision, distribution = trainer.device, trainer.precision, trainer.distribution
     policy = adapter.policy
     device.setup()
     distribution.setup(device.device)
@@ -192,19 +188,18 @@ def _assemble(
     adapter.module = distribution.wrap(policy)
     precision.setup(device.device)
     precision.convert_module(policy)
-    _convert_steps(adapter, precision)
     optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
-    forms = [prepare_optimizer(o, switch=True) for o in optimizers]
+    forms = [prepare_optimizer(o) for o in optimizers]
     plan.notes += _unmoved(policy, optimizers)
 
     size = sum(p.numel() for p in trainable(policy))
-    threads, why_threads = choose_threads(device.device.type, size, os.environ)
+    threads, why_threads = choose_threads(device.device.type, size, trainer.facts)
     tf32 = tf32_support(device.device, trainer.facts)
-    plan.add("device", choices[0].asked, choices[0].chosen, choices[0].reason)
-    plan.add("precision", choices[1].asked, choices[1].chosen, choices[1].reason)
+    plan.add("device", choices.device.asked, choices.device.chosen, choices.device.reason)
+    plan.add("precision", choices.precision.asked, choices.precision.chosen, choices.precision.reason)
     _add_masters(plan, policy, precision)
-    plan.add("distribution", choices[2].asked, choices[2].chosen, choices[2].reason)
-    plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32.native), tf32.reason)
+    plan.add("distribution", choices.distribution.asked, choices.distribution.chosen, choices.distribution.reason)
+    plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32), tf32.reason)
     plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
     plan.add("policy", "", f"{type(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
     plan.add("optimizer", "", ", ".join(forms), origin)
@@ -213,7 +208,7 @@ def _assemble(
 
 
 def prepare_validation(
-    policy: nn.Module, val_data: Any, settings: Settings, device: DeviceStrategy, precision: PrecisionStrategy
+    policy: nn.Module, val_data: Any, settings: Settings, device: DeviceStrategy, facts: MachineFacts
 ) -> tuple[PolicyAdapter, Iterable[Any]]:
     """Adapter and data for a validation without a run.
 
@@ -221,18 +216,17 @@ def prepare_validation(
         ConfigError: There is no validation data.
     """
     adapter = adapt(policy)
-    data = _validation(adapter, val_data, settings, device)
+    data = _validation(adapter, val_data, settings, device, facts)
     if data is None:
         raise ConfigError(
             f"There is nothing to validate on: validate got no val_data, and {type(policy).__name__} has no "
             "val_dataloader()."
         )
-    _convert_steps(adapter, precision)
     return adapter, data
 
 
 def _validation(
-    adapter: PolicyAdapter, val_data: Any, settings: Settings, device: DeviceStrategy
+    adapter: PolicyAdapter, val_data: Any, settings: Settings, device: DeviceStrategy, facts: MachineFacts
 ) -> Iterable[Any] | None:
     source = val_data if val_data is not None else adapter.own_data("val_dataloader")
     if source is None:
@@ -247,6 +241,7 @@ def _validation(
         workers=settings.workers,
         pin_memory=device.pins_memory,
         device_type=device.device.type,
+        facts=facts,
     )
 
 
@@ -304,15 +299,6 @@ def _put_in_train_mode(policy: nn.Module) -> list[str]:
     return notes
 
 
-def _convert_steps(adapter: PolicyAdapter, precision: PrecisionStrategy) -> None:
-    """Let what passes between the run and the policy be converted, where the precision converts any."""
-    for name in ("training_step", "validation_step"):
-        step = getattr(adapter, name)
-        converting = precision.converting(step)
-        if converting is not step:
-            vars(adapter)[name] = converting
-
-
 def _add_masters(plan: Plan, policy: nn.Module, precision: PrecisionStrategy) -> None:
     """Say it where updates move weights that are not float32."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trainable(policy)} - {"float32"})
@@ -331,23 +317,19 @@ def _unmoved(policy: nn.Module, optimizers: list[Optimizer]) -> list[str]:
     return [f"no optimizer has these trainable parameters, so they stay as they are: {', '.join(left[:5])}{more}"]
 
 
-def _intervals(settings: Settings, plan: Plan) -> Intervals:
-    max_epochs = settings.max_epochs
-    if settings.max_steps is None and max_epochs is None:
-        max_epochs = 1
-        plan.notes.append("neither max_steps nor max_epochs is set, so this run is one epoch")
-    return Intervals(
-        max_steps=settings.max_steps,
-        max_epochs=max_epochs,
-        log_every=settings.log_every,
-        val_every=settings.val_every,
-    )
+def _with_an_end(settings: Settings, plan: Plan) -> Settings:
+    if settings.max_steps is not None or settings.max_epochs is not None:
+        return settings
+    plan.notes.append("neither max_steps nor max_epochs is set, so this run is one epoch")
+    return replace(settings, max_epochs=1)
 
 
-def _tf32_word(asked: bool | None, native: bool) -> str:
+def _tf32_word(asked: bool | None, support: Support) -> str:
     if asked is None:
         return "left alone"
-    return ("on" if asked else "off") if native else "not applicable"
+    if not support.native:
+        return "not applicable"
+    return "off" if not asked else "on" if support.usable else "on, but not effective"
 
 
 def _schedule_words(schedules: list[Schedule]) -> str:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ..strategies.errors import ConfigError
+from ..strategies.facts import MachineFacts
 
 _SMALL = 3_000_000  # parameters; below, a second CPU thread costs more in hand-over than it computes
 
 
-def choose_threads(device_type: str, parameters: int, environment: Mapping[str, str]) -> tuple[int | None, str]:
+def choose_threads(device_type: str, parameters: int, facts: MachineFacts) -> tuple[int | None, str]:
     """How many CPU threads torch is to use for this run, and why; ``None`` leaves torch's choice.
 
     Source: measured on 2 cores: an MLP step took 5 ms of CPU time on one thread, 75 ms on two.
     """
-    if environment.get("OMP_NUM_THREADS"):
+    if facts.variable("OMP_NUM_THREADS"):
         return None, "OMP_NUM_THREADS is set"
     if device_type != "cpu":
         return None, "the accelerator computes"
@@ -48,7 +48,7 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
 
 
 @contextmanager
-def process_state(*, deterministic: bool, threads: int | None, device_type: str) -> Iterator[None]:
+def process_state(*, deterministic: bool, threads: int | None, device_type: str, facts: MachineFacts) -> Iterator[None]:
     """Set what the run needs; afterwards, also after an error, everything is as it was.
 
     Raises:
@@ -63,7 +63,7 @@ def process_state(*, deterministic: bool, threads: int | None, device_type: str)
         if threads is not None:
             torch.set_num_threads(threads)
         if deterministic:
-            if device_type == "cuda" and not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
+            if device_type == "cuda" and not facts.variable("CUBLAS_WORKSPACE_CONFIG"):
                 raise ConfigError(
                     "deterministic=True on cuda needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the "
                     "first matmul, and this process has started cuda without it.\n"

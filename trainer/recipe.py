@@ -62,7 +62,8 @@ class Recipe:
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise self.fault(
-                self.path, f"{dotted(self.path)}: making {name_of(self.target)} failed: {cause}"
+                self.path,
+                f"{dotted(self.path)}: making {name_of(self.target)} failed: {cause}\nCorrect its arguments, or it.",
             ) from error
         if not self.slot.accepts(type(built)):
             raise self.fault(
@@ -72,7 +73,7 @@ class Recipe:
         return built
 
     def _placed(self, message: str) -> str:
-        """The message with its place: that of the argument it begins with, or else of the class."""
+        """The message with its place: that of the argument it names first, as errors do here, or of the class."""
         key = re.match(r"(?:\w+\.)*(\w+)", message)
         at = (*self.arguments, key[1]) if key and key[1] in self.values else self.path
         known = self.path == self.arguments or message.startswith(dotted(self.path))
@@ -221,7 +222,7 @@ def _check_types(path: KeyPath, target: Any, values: Mapping[str, Any], fault: F
     from jsonargparse import ArgumentError
 
     try:
-        hints.check(target, values)
+        hints.parse(target, values)
     except (ArgumentError, TypeError, ValueError) as error:
         if len(values) > 1:
             for name, value in values.items():
@@ -252,7 +253,7 @@ def _import(path: KeyPath, name: Any, fault: Fault) -> Any:
             raise fault(path, f"{dotted(path)}: {getattr(found, '__name__', found)} holds no {part}.{hint}")
         found = getattr(found, part)
     if not callable(found):
-        raise fault(path, f"{dotted(path)}: {name} is neither a class nor a function, but {found!r}.")
+        raise fault(path, f"{dotted(path)}: {name} is neither a class nor a function, but {found!r}.\nName one.")
     return found
 
 
@@ -265,8 +266,9 @@ def _import_module(path: KeyPath, parts: list[str], fault: Fault) -> tuple[Any, 
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is None or not f"{module}.".startswith(f"{missing}."):
                 cause = f"{type(error).__name__}: {error}"
-                raise fault(path, f"{dotted(path)}: importing {module} failed: {cause}") from error
+                raise fault(path, f"{dotted(path)}: importing {module} failed: {cause}\nCorrect it.") from error
     raise fault(
         path,
-        f"{dotted(path)}: there is no module {parts[0]}, neither installed nor beside the run file.",
+        f"{dotted(path)}: there is no module {parts[0]}, neither installed nor beside the run file.\n"
+        "Install it, put it beside the run file, or list its folder under code.",
     )

@@ -21,13 +21,13 @@ from ..strategies.device import (
 )
 from ..strategies.distributed import DistributionStrategy, SingleProcess
 from ..strategies.errors import ConfigError, DistributedError
-from ..strategies.fabric import FabricPlugin, FabricPrecision, is_fabric_plugin
-from ..strategies.facts import MachineFacts, bf16_support, describe, fp16_support
+from ..strategies.fabric import FabricPlugin, fabric_precision, is_fabric_plugin
+from ..strategies.facts import MachineFacts, describe, local_rank, world_size
+from ..strategies.formats import bf16_support, fp16_support
 from ..strategies.mixed import BF16, FP16
 from ..strategies.obstacles import (
     Obstacle,
     cuda_obstacle,
-    local_rank,
     mps_obstacle,
     present_vendors,
     xpu_obstacle,
@@ -39,7 +39,17 @@ T = TypeVar("T")
 
 _DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "rocm", "hip")
 _DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu|rocm|hip)(?::(0|[1-9]\d*))?")
-_MEANT = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps", "intel": "xpu"}
+_MEANT_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps", "intel": "xpu"}
+#: The words that mean "no", beside ``None`` and ``False``: YAML reads an unquoted no as False, an empty value as None.
+NO_PRECISION = ("no", "none", "off", "false", "null")
+_MEANT_PRECISIONS = {
+    ("32", "float32", "fp32", "32-true", "full"): "no",
+    ("bf16-mixed", "bfloat16"): "bf16",
+    ("16", "16-mixed", "float16", "half"): "fp16",
+}
+#: What ``accelerate launch --mixed_precision`` sets for its processes, and in what they would compute.
+_LAUNCHER = "ACCELERATE_MIXED_PRECISION"
+_COMPUTES_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +117,8 @@ def _no_device(request: object) -> str:
     if not isinstance(request, str):
         return f"{valid}, got {request!r}.\nUse a string such as device='auto'."
     word = request.strip().lower()
-    if word in _MEANT:
-        meant = _MEANT[word]
+    if word in _MEANT_DEVICES:
+        meant = _MEANT_DEVICES[word]
         makers = {"cuda": "NVIDIA's and AMD's", "mps": "Apple's", "xpu": "Intel's"}[meant]
         return f"{valid}, got {request!r}.\nUse device={meant!r} for {makers} GPUs, or device='auto'."
     kind = word.partition(":")[0]
@@ -131,7 +141,7 @@ def _why_automatic(facts: MachineFacts) -> str:
 
 
 def resolve_precision(
-    request: str | PrecisionStrategy | FabricPlugin,
+    request: str | PrecisionStrategy | FabricPlugin | Literal[False] | None,
     device: torch.device,
     facts: MachineFacts,
     grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
@@ -139,68 +149,74 @@ def resolve_precision(
     """The precision strategy for a request, checked against the device.
 
     Args:
-        request: "no", "bf16", "fp16", "auto", a strategy, or a precision plugin of lightning-fabric. Those of its
-            own plugins that are none of the first three go by their names too ("bf16-true", "16-true", "64-true"),
-            so that what they trained can be loaded.
+        request: "no" (or ``NO_PRECISION``), "bf16", "fp16", "auto", a strategy, or a precision plugin of
+            lightning-fabric. Those of its own plugins that are none of the first three go by their names too
+            ("bf16-true", "16-true", "64-true"), so that what they trained can be loaded.
 
     Raises:
-        ConfigError: The request is no precision, or ``grad_scaler`` goes with none of it.
+        ConfigError: The request is no precision, ``grad_scaler`` goes with none of it, or a launcher's environment
+            asks for another.
         PrecisionError: The device cannot run it.
     """
-    strategy: PrecisionStrategy
-    if is_fabric_plugin(request):
-        request = FabricPrecision(request)
-    if isinstance(request, PrecisionStrategy):
-        strategy, asked, reason = request, request.name, "an object was given"
-        if grad_scaler is not None and isinstance(request, FP16):
-            if request.grad_scaler_given:
-                raise ConfigError(
-                    "grad_scaler is given twice, to the Trainer and to FP16(...). Keep the one in FP16(...)."
-                )
-            strategy = FP16(grad_scaler, allow_cpu=request.allow_cpu)
-    else:
-        name, reason = choose_precision(device, facts) if request == "auto" else (request, "")
-        strategy, asked = _precision_named(name, grad_scaler), str(request)
-    if isinstance(strategy, FabricPrecision):
-        asked, reason = strategy.asked, strategy.description
-    if grad_scaler is not None and not isinstance(strategy, FP16):
-        found = strategy.description if isinstance(strategy, FabricPrecision) else repr(strategy.name)
-        raise ConfigError(
-            f"grad_scaler sets the loss scale of precision='fp16', but precision is {found}.\n"
-            "Leave grad_scaler out, or use precision='fp16'."
-        )
+    word, reason = plain_precision(request), ""
+    asked = word if isinstance(word, str) else ""
+    if word == "auto":
+        word, reason = choose_precision(device, facts)
+    strategy = _precision_of(word)
+    if grad_scaler is not None:
+        strategy = strategy.with_grad_scaler(grad_scaler)
+    if asked != "auto":
+        _check_launcher(strategy, facts)
     strategy.check(device, facts)
-    return Choice(value=strategy, asked=asked, chosen=strategy.name, reason=reason)
+    return Choice(
+        value=strategy,
+        asked=asked or strategy.asked or strategy.name,
+        chosen=strategy.name,
+        reason=reason or strategy.description or ("" if asked else "an object was given"),
+    )
 
 
-def _precision_named(name: object, grad_scaler: GradScalerConfig | Mapping[str, Any] | None) -> PrecisionStrategy:
-    if name == "no":
+def plain_precision(request: object) -> Any:
+    """The request, with "no" for every way in which YAML, a shell or Python says that."""
+    word = request.strip().lower() if isinstance(request, str) else request
+    return "no" if word is None or word is False or word in NO_PRECISION else request
+
+
+def _precision_of(request: object) -> PrecisionStrategy:
+    if isinstance(request, PrecisionStrategy):
+        return request
+    if is_fabric_plugin(request):
+        return fabric_precision(request)
+    if request == "no":
         return FullPrecision()
-    if name == "bf16":
+    if request == "bf16":
         return BF16()
-    if name == "fp16":
-        return FP16(grad_scaler)
-    if name in ("bf16-true", "16-true", "64-true"):
-        return FabricPrecision(_fabric_plugin(str(name)))
-    valid = "precision must be no, bf16, fp16 or auto, or a precision strategy"
-    word = str(name).strip().lower()
-    meant = next((m for words, m in _PRECISIONS.items() if word in words), None)
-    near = meant or next(iter(get_close_matches(word, ("no", "bf16", "fp16", "auto"), n=1)), "auto")
-    raise ConfigError(f"{valid}, got {name!r}.\nUse precision={near!r}.")
+    if request == "fp16":
+        return FP16()
+    if request in ("bf16-true", "16-true"):
+        from lightning_fabric.plugins.precision import HalfPrecision  # takes seconds
+
+        return fabric_precision(HalfPrecision(request))
+    if request == "64-true":
+        from lightning_fabric.plugins.precision import DoublePrecision
+
+        return fabric_precision(DoublePrecision())
+    word = str(request).strip().lower()
+    near = next((meant for words, meant in _MEANT_PRECISIONS.items() if word in words), None)
+    near = near or next(iter(get_close_matches(word, ("no", "bf16", "fp16", "auto"), n=1)), "auto")
+    raise ConfigError(
+        f"precision must be no, bf16, fp16 or auto, or a precision strategy, got {request!r}.\nUse precision={near!r}."
+    )
 
 
-def _fabric_plugin(name: str) -> FabricPlugin:
-    from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision  # takes seconds
-
-    halves = {"bf16-true": HalfPrecision("bf16-true"), "16-true": HalfPrecision("16-true")}
-    return halves.get(name) or DoublePrecision()
-
-
-_PRECISIONS = {
-    ("32", "float32", "fp32", "32-true", "none", "off", "false", "full"): "no",
-    ("bf16-mixed", "bfloat16"): "bf16",
-    ("16", "16-mixed", "float16", "half"): "fp16",
-}
+def _check_launcher(strategy: PrecisionStrategy, facts: MachineFacts) -> None:
+    """Refuse a precision other than the one that accelerate's launcher hands on; its "no" says nothing."""
+    launched = (facts.variable(_LAUNCHER) or "no").lower()
+    if launched in _COMPUTES_IN and strategy.compute_dtype != _COMPUTES_IN[launched]:
+        raise ConfigError(
+            f"precision is {strategy.asked or strategy.name}, but the launcher set {_LAUNCHER}={launched}.\n"
+            "Only the run decides: unset the variable, or set it to no."
+        )
 
 
 def resolve_distribution(request: str | DistributionStrategy, facts: MachineFacts) -> Choice[DistributionStrategy]:
@@ -217,7 +233,7 @@ def resolve_distribution(request: str | DistributionStrategy, facts: MachineFact
             f"distributed must be auto, none, ddp or fsdp, or a distribution strategy, got {request!r}.\n"
             "Use distributed='auto'."
         )
-    world = int(dict(facts.environment).get("WORLD_SIZE") or 1)
+    world = world_size(facts)
     if request in ("ddp", "fsdp") or world > 1:
         found = f"distributed={request!r} was requested" if request != "auto" else "a launcher started this process"
         raise DistributedError(

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.checks import seed_number
+from ..strategies.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ..strategies.device import DeviceStrategy
@@ -132,8 +133,7 @@ def seed_everything(seed: int) -> None:
     Raises:
         ConfigError: ``seed`` is not a whole number from 0 to 2**63 - 1.
     """
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}.")
+    seed_number("seed", seed)
     random.seed(seed)
     np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
     torch.manual_seed(seed)

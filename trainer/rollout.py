@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..strategies.checks import seed_number, whole
 from ..strategies.errors import ConfigError, PolicyfitError
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
     Source: Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
     """
     if not 0 <= successes <= n or n < 1:
-        raise ConfigError(f"A success rate needs 0 <= successes <= n and n >= 1, got {successes} of {n}.")
+        raise ConfigError(
+            f"A success rate needs 0 <= successes <= n and n >= 1, got {successes} of {n}.\nCount whole episodes."
+        )
     rate, shrink = successes / n, 1 + z * z / n
     centre = (rate + z * z / (2 * n)) / shrink
     margin = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / shrink
@@ -110,7 +113,6 @@ def rollout(
     seed: int,
     act: _Act,
     to_device: Callable[[Any], Any],
-    max_steps: int | None = None,
 ) -> RolloutReport:
     """Run episodes in rounds, one in each environment; episode i starts from ``seed + i`` in any case.
 
@@ -120,7 +122,6 @@ def rollout(
             rollout, which closes it exactly once, also after an error.
         act: Gives the actions for an observation on the device, shape (num_envs, action).
         to_device: Moves an observation: a tensor or a dict of tensors, float64 already made float32.
-        max_steps: Environment steps after which an episode is over; ``None`` leaves that to the environment.
 
     Raises:
         ConfigError: The policy cannot act, the environment cannot be used, or a number is out of range.
@@ -131,17 +132,23 @@ def rollout(
     def act_on_host(observation: Any) -> Tensor:
         on_device = to_device(to_tensors(observation))
         start = time.perf_counter()
-        actions = act(on_device).detach().cpu()
+        actions = act(on_device)
+        if not isinstance(actions, Tensor):
+            raise ConfigError(
+                f"select_action must return a tensor, (num_envs, action), got {type(actions).__name__}.\n"
+                "Leave it on its device and in its type: what the environment needs is made of it here."
+            )
+        actions = actions.detach().cpu()
         tally.latencies_ms.append(1000 * (time.perf_counter() - start))
         return actions
 
     with _opened(env) as vector, acting(policy), torch.no_grad():
-        _check_request(policy, vector, episodes, max_steps)
+        _check_request(policy, vector, episodes, seed)
         for first in range(0, episodes, vector.num_envs):
             these = range(first, min(first + vector.num_envs, episodes))
             if callable(reset := getattr(policy, "reset", None)):
                 reset()
-            _play_round(vector, these, seed, act_on_host, max_steps, tally)
+            _play_round(vector, these, seed, act_on_host, tally)
     successes = sum(tally.succeeded) if tally.reported else None
     p50, p99 = np.percentile(tally.latencies_ms, (50, 99))
     return RolloutReport(
@@ -174,7 +181,7 @@ def _opened(env: Any) -> Iterator[Vector]:
         from gymnasium import Env
         from gymnasium.vector import SyncVectorEnv, VectorEnv
     except ImportError as error:
-        raise ConfigError("Rollouts need gymnasium. Install it with: pip install gymnasium") from error
+        raise ConfigError("Rollouts need gymnasium, which is not installed.\nUse: pip install gymnasium") from error
     if not isinstance(env, Env | VectorEnv) and callable(env):
         env = env()
     if not isinstance(env, Env | VectorEnv):
@@ -196,15 +203,14 @@ def _opened(env: Any) -> Iterator[Vector]:
         vector.close()
 
 
-def _check_request(policy: nn.Module, env: Vector, episodes: int, max_steps: int | None) -> None:
+def _check_request(policy: nn.Module, env: Vector, episodes: int, seed: int) -> None:
     if not callable(getattr(policy, "select_action", None)):
         raise ConfigError(
             f"A rollout needs a policy that can act, but {type(policy).__name__} has no select_action.\n"
             "Add select_action(observation), which returns actions of shape (num_envs, action)."
         )
-    for name, value in (("episodes", episodes), ("max_steps", max_steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value}.")
+    whole("episodes", episodes, 1, "Use 1 for a single episode.")
+    seed_number("seed", seed)
     if env.action_space.shape is None:
         raise ConfigError(
             f"A rollout needs actions in one array, but this environment takes {env.single_action_space}.\n"
@@ -212,7 +218,7 @@ def _check_request(policy: nn.Module, env: Vector, episodes: int, max_steps: int
         )
 
 
-def _play_round(env: Vector, episodes: range, seed: int, act: _Act, max_steps: int | None, tally: _Tally) -> None:
+def _play_round(env: Vector, episodes: range, seed: int, act: _Act, tally: _Tally) -> None:
     """Play ``episodes`` in lockstep, one in each environment; environments left over run along uncounted."""
     from gymnasium.vector import AutoresetMode
 
@@ -233,7 +239,7 @@ def _play_round(env: Vector, episodes: range, seed: int, act: _Act, max_steps: i
         returns[active] += np.asarray(rewards, dtype=np.float64)[active]
         lengths[active] += 1
         done = np.logical_or(terminations, truncations)
-        active &= ~done & (step != max_steps)
+        active &= ~done
         if not resets_itself and done.any() and active.any():
             observation, _ = env.reset(options={"reset_mask": done})
     tally.returns += returns[: len(episodes)].tolist()
@@ -257,7 +263,7 @@ def _to_actions(actions: Tensor, env: Vector, active: Booleans, step: int, episo
     if tuple(actions.shape) != space.shape:
         raise PolicyfitError(
             f"select_action must return actions of shape {space.shape} (num_envs, then the shape of "
-            f"{env.single_action_space}), got {tuple(actions.shape)}."
+            f"{env.single_action_space}), got {tuple(actions.shape)}.\nReturn one action for each environment."
         )
     if not np.issubdtype(space.dtype, np.floating):
         if actions.is_floating_point():
@@ -265,7 +271,14 @@ def _to_actions(actions: Tensor, env: Vector, active: Booleans, step: int, episo
                 f"The environment takes whole numbers ({env.single_action_space}), but select_action gave "
                 f"{actions.dtype}.\nReturn for instance logits.argmax(-1)."
             )
-        return actions.numpy().astype(space.dtype)
+        array = actions.numpy()
+        whole = array.astype(space.dtype)
+        if not np.array_equal(whole, array):
+            raise PolicyfitError(
+                f"select_action gave {array.tolist()}, which {env.single_action_space} cannot hold.\n"
+                "Return whole numbers within the action space."
+            )
+        return whole
     array = actions.to(torch.float32).numpy().copy()
     bad = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
     if (bad & active).any():
@@ -287,11 +300,30 @@ def _read_success(infos: dict[str, Any], num_envs: int) -> tuple[Booleans, Boole
     for key in ("success", "is_success"):
         if key in infos:
             present = np.asarray(infos.get(f"_{key}", np.ones(num_envs)), dtype=bool)
+            said, success = _as_booleans(key, np.asarray(infos[key]).reshape(num_envs, -1)[:, 0])
+            present = present & said
             reported |= present
-            succeeded |= present & np.asarray(infos[key]).astype(bool).reshape(num_envs, -1).any(axis=1)
+            succeeded |= present & success
     if "final_info" in infos:
         ended = np.asarray(infos["_final_info"], dtype=bool)
         final_reported, final_succeeded = _read_success(infos["final_info"], num_envs)
         reported = np.where(ended, final_reported, reported)
         succeeded = np.where(ended, final_succeeded, succeeded)
     return reported, succeeded
+
+
+def _as_booleans(key: str, values: NDArray[Any]) -> tuple[Booleans, Booleans]:
+    """Who said something (NaN says nothing), and who said yes.
+
+    Raises:
+        PolicyfitError: What was said is neither a truth value nor a number.
+    """
+    if values.dtype == object:
+        values = np.asarray([np.nan if value is None else value for value in values.tolist()])
+    if values.dtype.kind not in "biuf":
+        raise PolicyfitError(
+            f"The environment's info[{key!r}] must be true, false or a number, got {values.tolist()}.\n"
+            "Report a truth value."
+        )
+    said = ~np.isnan(values.astype(float))
+    return said, said & (values > 0)

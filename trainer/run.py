@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -12,32 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..callbacks.callback import CallbackList
-from ..strategies.device import DeviceStrategy
-from ..strategies.distributed import DistributionStrategy
-from ..strategies.precision import PrecisionStrategy
 from .counters import Counters
 from .data import MicroBatch, TrainingData
 from .metrics import Means
-from .optimizer import Schedule
 from .policy import PolicyAdapter
 from .rng import restore
 from .saving import Saver
+from .schedule import Schedule
+from .settings import Settings
 from .update import Updater
 from .validation import validate
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intervals:
-    """When a run does what, in steps; ``None`` means never, or no limit."""
-
-    max_steps: int | None
-    max_epochs: int | None
-    log_every: int | None
-    val_every: int | None
 
 
 @dataclass(kw_only=True)
@@ -46,38 +34,43 @@ class Run:
 
     trainer: Trainer
     adapter: PolicyAdapter
-    device: DeviceStrategy
-    precision: PrecisionStrategy
-    distribution: DistributionStrategy
     data: TrainingData
     validation_data: Iterable[Any] | None
     schedules: list[Schedule]
     updater: Updater
     saver: Saver
-    callbacks: CallbackList
     counters: Counters
-    intervals: Intervals
+    settings: Settings
     seed: int
-    accumulate: int
-    emit: Callable[[Mapping[str, Any]], None]
+    #: The settings of optimizers and schedules before the first step, by name; see ``describe.movers``.
+    movers: dict[str, Any]
     means: Means = field(default_factory=Means)
+    lock: ExitStack = field(default_factory=ExitStack)
     run_dir: Path = Path()
     stop_reason: str | None = None
     exit_code: int = 0
     in_window: bool = False
+    resumed: bool = False
     resumed_step: int = 0
+    logged_step: int = 0
+    #: Whether the run's folder is made and its callbacks have begun, so that a checkpoint has a place and a meaning.
+    is_open: bool = False
+    #: The epoch that is told while ``on_train_epoch_end`` runs, when the counters are already in the next.
+    ended_epoch: int | None = None
     validated_step: int | None = None
     #: The random streams of a checkpoint, put in place once the data iterator exists.
     streams: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
+        self.device, self.precision = self.trainer.device, self.trainer.precision
+        self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
         self._validated: dict[str, float] = {}
         self._told_of_nothing = False
         self._begin_clock()
 
     def _begin_clock(self) -> None:
         self._clock, self._paused = time.perf_counter(), 0.0
-        self._logged = (self.counters.step, self.counters.micro_batches)
+        self._counted = (self.counters.step, self.counters.micro_batches)
 
     @property
     def policy(self) -> nn.Module:
@@ -87,7 +80,7 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether the run has what it was asked for; only to be asked when every update is settled."""
-        steps, epochs = self.intervals.max_steps, self.intervals.max_epochs
+        steps, epochs = self.settings.max_steps, self.settings.max_epochs
         return (
             self.stop_reason is not None
             or (steps is not None and self.counters.step >= steps)
@@ -119,14 +112,17 @@ class Run:
                 if schedule.monitor is not None:
                     self._bring_up_to_date(schedule.monitor)
                 schedule.advance(self.trainer.metrics)
-        self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
+        # The counters go on first, so that a checkpoint of the hook's making begins with the next epoch.
+        self.ended_epoch = counters.epoch
         counters.epoch += 1
         counters.batch_in_epoch = 0
+        self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
+        self.ended_epoch = None
 
     def _bring_up_to_date(self, metric: str) -> None:
         """Validate, and if that does not give the metric, log what was collected since the last record."""
         self._validate_once()
-        if metric not in self._validated and self.counters.step != self._logged[0]:
+        if metric not in self._validated and self.counters.step != self.logged_step:
             self._log()
 
     # Steps ---------------------------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ class Run:
     def something_is_due(self) -> bool:
         """Whether the update just applied is to be settled at once, for the step it makes if it lands."""
         step = self.updater.aimed_step
-        every = self.intervals
+        every = self.settings
         return (
             self.stop_reason is not None
             or self.saver.error is not None
@@ -152,10 +148,10 @@ class Run:
         step = self.counters.step
         if step != self.updater.aimed_step:  # it was skipped; the next update aims at the same step
             return
-        if _hits(step, self.intervals.log_every):
+        if _hits(step, self.settings.log_every):
             self._log()
         paused_from = time.perf_counter()
-        if self.validation_data is not None and _hits(step, self.intervals.val_every):
+        if self.validation_data is not None and _hits(step, self.settings.val_every):
             self._validate_once()
         for callback in self.callbacks.with_due:
             if callback.due(step):
@@ -166,7 +162,7 @@ class Run:
         """Emit the record of this step: the means since the last one, and what the update itself says."""
         counters, outcome = self.counters, self.updater.outcome
         seconds = max(time.perf_counter() - self._clock - self._paused, 1e-9)
-        steps, batches = counters.step - self._logged[0], counters.micro_batches - self._logged[1]
+        steps, batches = counters.step - self._counted[0], counters.micro_batches - self._counted[1]
         record: dict[str, Any] = {"step": counters.step, "epoch": counters.epoch}
         record.update(self.means.read())
         record["lr"] = float(self.updater.lr)
@@ -180,24 +176,17 @@ class Run:
         if self.data.batch_size is not None:
             record["samples_per_s"] = batches * self.data.batch_size * self.distribution.world_size / seconds
         self._begin_clock()
-        self.emit(record)
+        self.logged_step = counters.step
+        self.trainer.emit(record)
 
     def _validate_once(self) -> None:
         """Validate, unless this very step was validated already."""
         if self.validation_data is None or self.validated_step == self.counters.step:
             return
         self.validated_step = self.counters.step
-        self._validated = validate(
-            self.adapter,
-            self.validation_data,
-            trainer=self.trainer,
-            device=self.device,
-            precision=self.precision,
-            callbacks=self.callbacks,
-            seed=self.seed,
-        )
+        self._validated = validate(self.trainer, self.adapter, self.validation_data, seed=self.seed)
         if self._validated:
-            self.emit({"step": self.counters.step, "epoch": self.counters.epoch, **self._validated})
+            self.trainer.emit({"step": self.counters.step, "epoch": self.counters.epoch, **self._validated})
         elif not self._told_of_nothing:
             self._told_of_nothing = True
             message = "validation has no metric: the data gave no batch, or the policy reported nothing for it"
@@ -210,18 +199,18 @@ class Run:
         """The policy may report from now on, has no gradients yet, and steps per second count from here."""
         self.adapter.attach(self.trainer.log)
         self.policy.zero_grad()
-        self.updater.watch_buffers()
+        self.updater.divergence.watch_buffers()
         self._begin_clock()
 
     def endings(self) -> tuple[Callable[[], None], ...]:
         """What leaves optimizers, policy, loader processes and the other ranks as they are to be left."""
         steps = (self.saver.wait, self.updater.release, self.policy.zero_grad, self.adapter.detach, self.data.close)
-        return (*steps, self.distribution.teardown)
+        return (*steps, self.distribution.teardown, self.lock.close)
 
     def finish(self) -> None:
         """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""
         self.updater.settle()
-        if self.counters.step != self._logged[0]:
+        if self.counters.step != self.logged_step:
             self._log()
         if self.stop_reason is None:
             self._validate_once()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +23,41 @@ def holds_a_run(folder: Path) -> bool:
     return bool(_marks(folder))
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint was completed here."""
+    return any(folder.glob("checkpoints/*/manifest.json"))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    aside = path.with_name(f".{path.name}.new")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing into the run's folder at the same time; ends with the process at the latest.
+
+    Raises:
+        ConfigError: Another one is at work there.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder / ".lock").open("a") as lock:
+        try:
+            # Not flock: loader processes would inherit it, and keep it for a while after a kill.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise ConfigError(
+                f"Another process is writing into {folder}.\nWait until it is done, or choose another run_dir."
+            ) from error
+        yield
+
+
 def check_free(folder: Path) -> None:
     """Refuse a folder that a new run may not write into; creates nothing.
 
@@ -29,9 +67,11 @@ def check_free(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run_dir must be a folder, but {folder} is a file.\nChoose another run_dir.")
     if holds_a_run(folder):
+        resumable = "Go on with it by resume='last' (--resume on the command line)"
+        ended = "It ended before its first checkpoint, so there is nothing to go on from: delete the folder"
         raise ConfigError(
             f"run_dir {folder} already holds a run, and nothing of it is overwritten.\n"
-            "Go on with it by resume='last' (--resume on the command line), or choose another run_dir."
+            f"{resumable if has_checkpoint(folder) else ended}, or choose another run_dir."
         )
 
 
@@ -65,12 +105,15 @@ def _made(folder: Path) -> bool:
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:
-    """The run folder under ``runs/`` that was written to last.
+    """The run folder under ``runs/`` that was written to last, of those with a checkpoint.
 
     Raises:
         ConfigError: There is none.
     """
-    found = [p for p in parent.iterdir() if holds_a_run(p)] if parent.is_dir() else []
+    found = [p for p in parent.iterdir() if has_checkpoint(p)] if parent.is_dir() else []
     if not found:
-        raise ConfigError(f"resume='last' was requested without a run_dir, and there is no run under {parent}/.")
+        raise ConfigError(
+            f"resume='last' was requested without a run_dir, and no run under {parent}/ has a checkpoint.\n"
+            "Name the run's folder, or start a new run."
+        )
     return max(found, key=lambda p: (max(mark.stat().st_mtime_ns for mark in _marks(p)), p.name))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..strategies.checks import number, seed_number, whole
 from ..strategies.errors import ConfigError
 
 NonFinite = Literal["skip", "raise", "off"]
+
+# What may be left out, and what None means there.
+_OPTIONAL = {
+    "max_steps": "for no limit of steps",
+    "max_epochs": "for no limit of epochs",
+    "val_every": "to validate once, at the end",
+    "log_every": "to log only at the end",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,37 +40,31 @@ class Settings:
     deterministic: bool
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulate", "max_skips"):
-            whole(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("max_steps", "max_epochs", "val_every", "log_every"):
+        whole("trainer.batch_size", self.batch_size, 1, "Use 1 to compute each sample by itself.")
+        whole("trainer.accumulate", self.accumulate, 1, "Use 1 to update after every micro-batch.")
+        whole("trainer.max_skips", self.max_skips, 1, "Use 1 to end the run at the first update that is skipped.")
+        for name, without in _OPTIONAL.items():
             if getattr(self, name) is not None:
-                whole(f"trainer.{name}", getattr(self, name), 1)
+                whole(f"trainer.{name}", getattr(self, name), 1, f"Use None {without}.")
         if self.workers != "auto":
-            whole("trainer.workers", self.workers, 0, or_else="'auto' or ")
+            remedy = "Use 'auto' to let the device decide, or 0 to make batches in the process that trains."
+            whole("trainer.workers", self.workers, 0, remedy)
         if self.seed is not None:
-            whole("trainer.seed", self.seed, 0)
+            seed_number("trainer.seed", self.seed)
         for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and (not _is_number(value) or not math.isfinite(value) or value <= 0):
-                raise ConfigError(f"trainer.{name} must be a number above 0, or None for no limit, got {value!r}.")
+            if getattr(self, name) is not None:
+                number(f"trainer.{name}", getattr(self, name), above=0, remedy="Use None for no limit.")
         if self.non_finite not in ("skip", "raise", "off"):
-            raise ConfigError(f"trainer.non_finite must be 'skip', 'raise' or 'off', got {self.non_finite!r}.")
+            raise ConfigError(
+                f"trainer.non_finite must be 'skip', 'raise' or 'off', got {self.non_finite!r}.\n"
+                "Use 'skip' to go on without the updates that are not finite."
+            )
         for name in ("compile", "deterministic"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"trainer.{name} must be true or false, got {getattr(self, name)!r}.")
+                raise ConfigError(
+                    f"trainer.{name} must be true or false, got {getattr(self, name)!r}.\nUse false to leave it off."
+                )
         if self.tf32 is not None and not isinstance(self.tf32, bool):
-            raise ConfigError(f"trainer.tf32 must be true, false or null, got {self.tf32!r}.")
-
-
-def whole(name: str, value: object, least: int, *, or_else: str = "") -> None:
-    """Refuse what is not a whole number of at least ``least``.
-
-    Raises:
-        ConfigError: Naming the setting as the user wrote it.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be {or_else}a whole number of at least {least}, got {value!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            raise ConfigError(
+                f"trainer.tf32 must be true, false or null, got {self.tf32!r}.\nUse null to leave it as it is."
+            )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, is_dataclass
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..strategies.errors import CheckpointError, ConfigError
-from .checkpoint import CheckpointState, read_checkpoint
+from ..strategies.errors import CallbackError, CheckpointError, ConfigError
+from .checkpoint import CheckpointState, write_checkpoint
 from .counters import Counters
+from .describe import class_path, policy_config
+from .newest import point_last_at
 from .rng import capture as capture_streams
 from .run import Run
-from .settings import Settings
-
-Saved = CheckpointState
 
 
 def capture(run: Run, extra: dict[str, Any]) -> CheckpointState:
@@ -39,25 +35,64 @@ def capture(run: Run, extra: dict[str, Any]) -> CheckpointState:
             "world_size": run.distribution.world_size,
             "torch": torch.__version__,
             "data": _data_facts(run),
-            "policy": _name(run.policy),
+            "policy": class_path(run.policy),
+            "movers": run.movers,
         },
         model=run.policy.state_dict(),
         policy_config=policy_config(run.policy),
         optimizers=[o.state_dict() for o in run.updater.optimizers],
         schedules=[s.state_dict() for s in run.schedules],
         scaler=run.precision.state_dict(),
-        rng=capture_streams(run.device),
+        # A run that was resumed and has not drawn a batch yet still has its streams to come.
+        rng=capture_streams(run.device) if run.streams is None else run.streams,
         callbacks={
             "states": run.callbacks.state_dict(),
             "checkpoint": extra,
             "means": run.means.state_dict(),
             "metrics": dict(run.trainer.metrics),
             "validated_step": run.validated_step,
+            "logged_step": run.logged_step,
         },
     )
 
 
-def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
+def save(run: Run, path: str | Path | None, *, background: bool) -> Path:
+    """Write the run's checkpoint to ``path``, or as that of its step, to which ``last`` then points.
+
+    Raises:
+        CallbackError: A window is open.
+    """
+    if run.in_window:
+        raise CallbackError(
+            "save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n"
+            "Call it from on_due, on_validation_end or on_train_epoch_end."
+        )
+    if run.updater.settling or not run.is_open:
+        raise CallbackError(
+            "save_checkpoint() was called before the run has begun or in on_update_end, where callbacks and counters "
+            "are not of one moment.\nCall it from on_due, on_validation_end or on_train_epoch_end."
+        )
+    run.saver.wait()
+    run.updater.settle()
+    run.updater.divergence.check_finite()
+    extra: dict[str, Any] = {}
+    run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
+    folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
+
+    def write(captured: CheckpointState) -> None:
+        write_checkpoint(folder, captured)
+        if path is None:
+            point_last_at(folder)
+
+    captured = capture(run, extra)
+    if background:
+        run.saver.save(captured, write)
+    else:
+        write(captured)
+    return folder
+
+
+def restore(run: Run, saved: CheckpointState, checkpoint: Path) -> list[str]:
     """Put a run where it was saved; returns remarks on what was not taken over as it was.
 
     The optimizers come before the scaler, and the random streams wait until the data iterator exists.
@@ -67,14 +102,7 @@ def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
         ConfigError: The run asks for other data or other windows than it began with.
     """
     manifest, remarks = saved.manifest, [f"resumed from {checkpoint} at step {saved.manifest['counters']['step']}"]
-    for name, value in _data_facts(run).items():
-        before = manifest.get("data", {}).get(name)
-        if before != value:
-            raise ConfigError(
-                f"The run that {checkpoint} belongs to had {name}={before}, and now it is {value}: the samples "
-                "after the checkpoint would not be those of the run.\n"
-                "Keep it as it was, or start a new run in another run_dir."
-            )
+    _refuse_another_run(run, manifest, checkpoint)
     load_policy(run.policy, saved.model, checkpoint)
     for what, mine, theirs in (
         ("optimizers", run.updater.optimizers, saved.optimizers),
@@ -98,8 +126,10 @@ def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
         setattr(run.counters, name, getattr(counters, name))
     run.resumed_step = counters.step
     run.means.load_state_dict(saved.callbacks.get("means", {}))
-    run.trainer.metrics.update(saved.callbacks.get("metrics", {}))
+    run.trainer.remember(saved.callbacks.get("metrics", {}))
     run.validated_step = saved.callbacks.get("validated_step")
+    run.logged_step = saved.callbacks.get("logged_step", counters.step)
+    run.resumed = True
     missing = run.callbacks.load_state_dict(saved.callbacks.get("states", {}))
     remarks += [f"the checkpoint has a state for {key}, but the run has no such callback" for key in missing]
     run.streams = saved.rng
@@ -109,8 +139,34 @@ def restore(run: Run, saved: Saved, checkpoint: Path) -> list[str]:
             f"the run was on {manifest['device']} and is now on {run.device.device.type}: the device's random stream "
             "begins anew, so it is not bit for bit the same run"
         )
-    run.start()
     return remarks
+
+
+def _refuse_another_run(run: Run, manifest: dict[str, Any], checkpoint: Path) -> None:
+    """Refuse what would make it another run in silence: other samples, another curve of the learning rate."""
+    keep = "Keep it as it was, or start a new run in another run_dir."
+    before, now = str(manifest.get("policy")), class_path(run.policy)
+    if before.rpartition(".")[2] != now.rpartition(".")[2]:  # a class may have moved to another module
+        raise ConfigError(
+            f"{checkpoint} belongs to a run that trains {before}, and this one trains {now}.\n"
+            "Resume with the path of the run that is meant, or start a new run."
+        )
+    for name, value in _data_facts(run).items():
+        saved = manifest.get("data", {}).get(name)
+        if saved != value:
+            raise ConfigError(
+                f"The run that {checkpoint} belongs to had {name}={saved}, and now it is {value}: the samples "
+                f"after the checkpoint would not be those of the run.\n{keep}"
+            )
+    saved = manifest.get("movers", {})
+    changed = [f"{n} was {saved.get(n)} and is now {run.movers.get(n)}" for n in {**saved, **run.movers}
+               if saved.get(n) != run.movers.get(n)]  # fmt: skip
+    if changed:
+        shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+        raise ConfigError(
+            f"The run that {checkpoint} belongs to moves its weights in another way: {shown}.\n{keep} A schedule whose "
+            "total_steps was filled from max_steps keeps its curve when schedule.init_args.total_steps is written out."
+        )
 
 
 def load_policy(policy: torch.nn.Module, model: dict[str, Tensor], checkpoint: Path) -> None:
@@ -128,7 +184,7 @@ def load_policy(policy: torch.nn.Module, model: dict[str, Tensor], checkpoint: P
         ) from error
 
 
-def _load_scaler(run: Run, saved: Saved) -> list[str]:
+def _load_scaler(run: Run, saved: CheckpointState) -> list[str]:
     before, now = saved.manifest["precision"], run.precision.name
     if run.precision.scale is None or saved.scaler is None:
         if before == now and saved.scaler is not None:
@@ -139,7 +195,7 @@ def _load_scaler(run: Run, saved: Saved) -> list[str]:
     return []
 
 
-def seed_of(saved: Saved, asked: int | None) -> int:
+def seed_of(saved: CheckpointState, asked: int | None) -> int:
     """The seed that a run goes on with.
 
     Raises:
@@ -156,58 +212,11 @@ def seed_of(saved: Saved, asked: int | None) -> int:
     return seed
 
 
-def read(checkpoint: Path) -> Saved:
-    """Read a checkpoint that was verified when it was found."""
-    return read_checkpoint(checkpoint, verify=False)
-
-
 def _data_facts(run: Run) -> dict[str, Any]:
     """What makes the data's order, in JSON."""
     return {
         "samples_per_epoch": run.data.samples_per_epoch,
         "batches_per_epoch": run.data.batches_per_epoch,
         "batch_size": run.data.batch_size,
-        "accumulate": run.accumulate,
+        "accumulate": run.settings.accumulate,
     }
-
-
-# Describing a run that was put together in Python -------------------------------------------------------------
-
-
-def policy_config(policy: torch.nn.Module) -> dict[str, Any]:
-    """``policy.config`` if it has one that JSON can hold, else nothing: the arguments that build it again."""
-    config = getattr(policy, "config", {})
-    values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
-    try:
-        plain = json.loads(json.dumps(values, allow_nan=False))
-    except (TypeError, ValueError):
-        return {}
-    return plain if isinstance(plain, dict) else {}
-
-
-def describe(settings: Settings, run: Run) -> dict[str, Any]:
-    """``config.yaml`` of a run without a run file: the policy's class and arguments, and the trainer's settings.
-
-    Data, callbacks and loggers were given as objects, which a file cannot repeat. A policy is left out whose
-    arguments are not known: one built with others would act differently.
-    """
-    policy = _recipe(run.policy)
-    trainer = {name: getattr(settings, name) for name in Settings.__dataclass_fields__}
-    return {
-        **({} if policy is None else {"policy": policy}),
-        "trainer": {"device": run.device.name, "precision": run.precision.name, **trainer, "seed": run.seed},
-    }
-
-
-def _recipe(policy: torch.nn.Module) -> dict[str, Any] | None:
-    """What makes the policy again, or ``None`` when its class has arguments and it does not say which it got."""
-    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    takes = [name for name, p in signature(type(policy)).parameters.items() if p.kind not in kinds]
-    config = policy_config(policy)
-    if takes and not config:
-        return None
-    return {"class_path": _name(policy), "init_args": {"config": config} if takes == ["config"] else config}
-
-
-def _name(policy: torch.nn.Module) -> str:
-    return f"{type(policy).__module__}.{type(policy).__qualname__}"

@@ -73,15 +73,15 @@ def read_file(path: str | Path) -> Document:
     """
     path = Path(path)
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, but a YAML file was expected.")
+        raise ConfigError(f"{path} is a folder, but a YAML file was expected.\nName the file in it.")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; a YAML file was expected.") from None
+        raise ConfigError(f"{path} does not exist; a YAML file was expected.\nCheck the path.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{path} is not a text file in UTF-8 (byte {error.start}).\nSave it as UTF-8.") from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.\nCheck the path and its permissions.") from error
     return read_text(text, str(path))
 
 
@@ -101,7 +101,7 @@ def read_text(text: str, name: str) -> Document:
             if depth > DEEPEST:
                 raise ConfigError(f"{_mark(event, name)}: more than {DEEPEST} levels are nested here.")
             if getattr(event, "tag", None) is not None:
-                raise ConfigError(f"{_mark(event, name)}: tags ({event.tag}) are not supported; leave it out.")
+                raise ConfigError(f"{_mark(event, name)}: tags ({event.tag}) are not supported.\nLeave it out.")
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
@@ -114,7 +114,7 @@ def read_text(text: str, name: str) -> Document:
             "Remove the line '---', or make two files of it."
         )
     if not nodes or (_plain(nodes[0]) and nodes[0].value == ""):
-        raise ConfigError(f"{name} is empty: it holds no value.")
+        raise ConfigError(f"{name} is empty: it holds no value.\nWrite null for no value.")
     builder = _Builder(name)
     return Document(builder.value(nodes[0], ()), builder.marks)
 
@@ -178,7 +178,10 @@ def write(value: Any) -> str:
     try:
         text = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
     except yaml.representer.RepresenterError as error:
-        raise ConfigError(f"{error.args[-1]!r} cannot be written as YAML: it is no plain value.") from error
+        raise ConfigError(
+            f"{error.args[-1]!r} cannot be written as YAML: it is no plain value.\n"
+            "Use numbers, words, lists and mappings of them."
+        ) from error
     return str(text)
 
 
@@ -196,7 +199,7 @@ class _Builder:
         if node.id == "scalar":
             return self._scalar(node)
         if any(node is outer for outer in self._open):
-            raise self._error(node, "this anchor contains itself.")
+            raise self._error(node, "this anchor contains itself.\nWrite its value out.")
         self._open.append(node)
         value = self._mapping(node, path) if node.id == "mapping" else self._list(node, path)
         self._open.pop()
@@ -207,13 +210,13 @@ class _Builder:
         for key_node, value_node in node.value:
             key = self._scalar(key_node) if key_node.id == "scalar" else None
             if key == "<<" and _plain(key_node):
-                raise self._error(key_node, "merge keys (<<) are not supported; write the keys out, or use two files.")
+                raise self._error(key_node, "merge keys (<<) are not supported.\nWrite the keys out, or use two files.")
             if isinstance(key, bool) or not isinstance(key, str | int):
-                raise self._error(key_node, "a key must be a word or a whole number. Write it in quotes.")
+                raise self._error(key_node, "a key must be a word or a whole number.\nWrite it in quotes.")
             if key in mapping:
                 raise self._error(
                     key_node,
-                    f"the key {key!r} is written twice; it first stands at {self.marks[(*path, key)]}.",
+                    f"the key {key!r} is written twice; it first stands at {self.marks[(*path, key)]}.\nKeep one.",
                 )
             self.marks[(*path, key)] = _mark(key_node, self.name)
             mapping[key] = self.value(value_node, (*path, key))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from torch import nn
 
 from ..callbacks.callback import Callback, CallbackList
 from ..callbacks.defaults import with_defaults
+from ..callbacks.tf32 import TF32
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import CallbackError, ConfigError
@@ -23,18 +23,21 @@ from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.scaler import GradScalerConfig
 from . import state
-from .checkpoint import delete_checkpoint, newest_checkpoint, point_last_at, whole_checkpoints, write_checkpoint
+from .checkpoint import CheckpointState, read_checkpoint
+from .describe import describe
 from .loop import train
-from .optimizer import OptimizerFactory, ScheduleFactory
+from .newest import delete_checkpoint, newest_checkpoint, whole_checkpoints
+from .optimizer import OptimizerFactory
 from .plan import Plan
-from .prepare import dry_run, prepare, prepare_validation
+from .prepare import Choices, dry_run, prepare, prepare_validation
 from .process import choose_threads, process_state, run_all
 from .resolve import resolve_device, resolve_distribution, resolve_precision
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
-from .run_dir import check_free, make, new_name, newest_run
-from .settings import NonFinite, Settings, whole
+from .run_dir import check_free, held, make, new_name, newest_run, replace_text
+from .schedule import ScheduleFactory
+from .settings import NonFinite, Settings
 from .validation import validate
 from .view import RunView
 
@@ -104,8 +107,9 @@ class Trainer(RunView):
         loggers: Iterable[Any] = (),
         default_callbacks: bool = True,
     ) -> None:
+        self.callbacks = CallbackList(with_defaults(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
         self._settings = Settings(
-            tf32=tf32,
+            tf32=next((c.enabled for c in self.callbacks if isinstance(c, TF32)), None),
             compile=compile,
             max_steps=max_steps,
             max_epochs=max_epochs,
@@ -122,15 +126,18 @@ class Trainer(RunView):
             deterministic=deterministic,
         )
         self.facts = probe()
-        self._device = resolve_device(device, self.facts)
-        self._precision = resolve_precision(precision, self._device.value.device, self.facts, grad_scaler)
-        self._distribution = resolve_distribution(distributed, self.facts)
-        self._run_dir = None if run_dir is None else Path(run_dir)
+        place = resolve_device(device, self.facts)
+        self._choices = Choices(
+            place,
+            resolve_precision(precision, place.value.device, self.facts, grad_scaler),
+            resolve_distribution(distributed, self.facts),
+        )
+        self._run_dir = None if run_dir is None else Path(run_dir).absolute()
         self._loggers = tuple(loggers)
-        self.callbacks = CallbackList(with_defaults(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
         self._metrics = {}
         self._collect: Callable[[str, Any], None] | None = None
         self._evaluating = False
+        self._proven = False  # whether the precision is set up: doing it again would make a new loss scale
         self._run = None
         self._plan = Plan()
         self._status = "new"
@@ -170,39 +177,41 @@ class Trainer(RunView):
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
         checkpoint = self._find_checkpoint(resume)
-        if checkpoint is None and self._run_dir is not None:
+        goes_on = checkpoint is not None and self._run_dir == checkpoint.absolute().parent.parent
+        if self._run_dir is not None and not goes_on:
             check_free(self._run_dir)
-        saved = None if checkpoint is None else state.read(checkpoint)
+        saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False)
         run, threads = prepare(
             self,
             policy,
             train_data,
             val_data,
             settings=self._settings,
-            choices=(self._device, self._precision, self._distribution),
+            choices=self._choices,
             optimizer=optimizer,
             schedule=schedule,
             seed=None if saved is None else state.seed_of(saved, self._settings.seed),
             fresh=saved is None,
-            emit=self._emit,
             plan=self._plan,
         )
+        self._proven = True
         with self._process_state(threads):
             self._fit(run, checkpoint, saved)
 
-    def _fit(self, run: Run, checkpoint: Path | None, saved: state.Saved | None) -> None:
+    def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None) -> None:
         own = new_name(type(run.policy).__name__) if checkpoint is None else checkpoint.parent.parent
-        run.run_dir = self._run_dir or own
+        run.run_dir = (self._run_dir or own).absolute()
         self._run, self._status = run, "running"
         try:
-            run.start()
             if saved is not None and checkpoint is not None:
                 self._plan.notes += state.restore(run, saved, checkpoint)
+            run.start()
             self.callbacks.call("setup", self, run.policy, "fit")
             self._write_description(run, fresh=saved is None)  # what was refused until here wrote nothing
             if saved is not None:
                 added = {**saved.callbacks.get("checkpoint", {}), "models": saved.models}
                 self.callbacks.call("on_load_checkpoint", self, run.policy, added)
+            run.is_open = True
             self.callbacks.call("on_fit_start", self, run.policy)
             train(run)
             run.finish()
@@ -230,7 +239,7 @@ class Trainer(RunView):
 
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
         device_type, deterministic = self.device.device.type, self._settings.deterministic
-        return process_state(deterministic=deterministic, threads=threads, device_type=device_type)
+        return process_state(deterministic=deterministic, threads=threads, device_type=device_type, facts=self.facts)
 
     def _find_checkpoint(self, resume: str | Path | None) -> Path | None:
         if resume is None:
@@ -239,16 +248,19 @@ class Trainer(RunView):
         return newest_checkpoint(where, self._plan.notes.append)
 
     def _write_description(self, run: Run, *, fresh: bool) -> None:
-        """``plan.json`` and ``config.yaml``; a resumed run keeps the configuration that it began with."""
+        """``plan.json`` and ``config.yaml``, as the run is now; a script that resumes a run file's run leaves its."""
         from .strict_yaml import write  # PyYAML is not needed before a run
 
         if not self.is_main:
             return
         run.run_dir = make(run.run_dir, new=fresh and self._run_dir is None)
-        (run.run_dir / "plan.json").write_text(json.dumps(self._plan.to_dict(), indent=2) + "\n")
-        if fresh or not (run.run_dir / "config.yaml").exists():
-            config = self.config if self.config is not None else state.describe(self._settings, run)
-            (run.run_dir / "config.yaml").write_text(write(config))
+        run.lock.enter_context(held(run.run_dir))
+        replace_text(run.run_dir / "plan.json", json.dumps(self._plan.to_dict(), indent=2) + "\n")
+        if fresh or self.config is not None or not (run.run_dir / "config.yaml").exists():
+            config = self.config
+            if config is None:
+                config = describe(self._settings, self.device.name, self.precision.name, run.policy, run.seed)
+            replace_text(run.run_dir / "config.yaml", write(config))
 
     # Commands of callbacks --------------------------------------------------------------------------------------
 
@@ -265,23 +277,30 @@ class Trainer(RunView):
         """Report a metric, a number or a scalar tensor: its mean stands in the next log record.
 
         Called during validation it becomes a mean over the validation data.
+
+        Raises:
+            ConfigError: The name is one of a record's own fields.
         """
+        if name in ("step", "epoch", "event"):
+            raise ConfigError(f"The metric name {name!r} is a field of every record. Log it under another name.")
         (self._collect or self._active.means.add)(name, value)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Report that something happened, at once: every ``on_log`` gets it, ``metrics.jsonl`` among them."""
-        step = 0 if self._run is None else self._run.counters.step
-        record = {"step": step, "event": kind, **fields}
-        for hook in self.callbacks.bound["on_log"]:
-            hook(self, None if self._run is None else self._run.policy, record)
+        step, policy = (0, None) if self._run is None else (self._run.counters.step, self._run.policy)
+        self.callbacks.call("on_log", self, policy, {"step": step, "event": kind, **fields})
 
-    def _emit(self, record: Mapping[str, Any]) -> None:
+    def emit(self, record: Mapping[str, Any]) -> None:
+        """Hand a record of metrics to every ``on_log`` and logger, and remember its values as ``metrics``."""
         values = {name: value for name, value in record.items() if name not in ("step", "epoch")}
-        self._metrics.update(values)
-        for hook in self.callbacks.bound["on_log"]:
-            hook(self, self._active.policy, record)
+        self.remember(values)
+        self.callbacks.call("on_log", self, self._active.policy, record)
         for logger in self._loggers:
             logger.log_metrics(values, step=record["step"])
+
+    def remember(self, metrics: Mapping[str, float]) -> None:
+        """Make these the last known values of their metrics."""
+        self._metrics.update(metrics)
 
     @contextmanager
     def collecting(self, add: Callable[[str, Any], None]) -> Iterator[None]:
@@ -294,8 +313,7 @@ class Trainer(RunView):
 
     def training_loss(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
         """The loss of a micro-batch that is on the device, as the loop computes it; ``None`` without a gradient."""
-        with self.precision.autocast():
-            return self._active.adapter.training_step(batch, batch_idx)[0]
+        return self.precision.forward(self._active.adapter.training_step, batch, batch_idx)[0]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -312,35 +330,12 @@ class Trainer(RunView):
             CheckpointError: It could not be written; earlier checkpoints are untouched.
             TrainingDiverged: Weights or buffers are no longer finite.
         """
-        run = self._active
-        if run.in_window:
-            raise CallbackError(
-                "save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n"
-                "Call it from on_due, on_validation_end or on_train_epoch_end."
-            )
-        run.saver.wait()
-        run.updater.settle()
-        run.updater.check_finite()
         if self._evaluating:
             raise CallbackError(
                 "save_checkpoint() was called during a validation or rollout, in which other weights may stand in.\n"
                 "Call it from on_validation_end, on_rollout_end or on_due."
             )
-        extra: dict[str, Any] = {}
-        self.callbacks.call("on_save_checkpoint", self, run.policy, extra)
-        folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
-
-        def write(captured: state.Saved) -> None:
-            write_checkpoint(folder, captured)
-            if path is None:
-                point_last_at(folder)
-
-        captured = state.capture(run, extra)
-        if background:
-            run.saver.save(captured, write)
-        else:
-            write(captured)
-        return folder
+        return state.save(self._active, path, background=background)
 
     def wait_for_checkpoint(self) -> None:
         """Until a save in the background is complete.
@@ -373,7 +368,7 @@ class Trainer(RunView):
             self,
             policy,
             settings=self._settings,
-            choices=(self._device, self._precision, self._distribution),
+            choices=self._choices,
             optimizer=optimizer,
             schedule=schedule,
             plan=self._plan,
@@ -386,19 +381,11 @@ class Trainer(RunView):
         Raises:
             ConfigError: There is no validation data, or no batch in it.
         """
-        adapter, data = prepare_validation(policy, val_data, self._settings, self.device, self.precision)
+        adapter, data = prepare_validation(policy, val_data, self._settings, self.device, self.facts)
         adapter.attach(self.log)
         try:
             with self._standing(policy, "validate"):
-                metrics = validate(
-                    adapter,
-                    data,
-                    trainer=self,
-                    device=self.device,
-                    precision=self.precision,
-                    callbacks=self.callbacks,
-                    seed=self._settings.seed or 0,
-                )
+                metrics = validate(self, adapter, data, seed=self._settings.seed or 0)
                 if not metrics:
                     raise ConfigError(
                         "validate() found no metric: the data gave no batch, or the policy reported nothing for it."
@@ -418,11 +405,10 @@ class Trainer(RunView):
             episodes: Episodes in all.
             seed: Episode i is reset with ``seed + i``; the default is far from the seeds that people record with.
         """
-        whole("episodes", episodes, 1)
 
         def act(observation: Any) -> torch.Tensor:
-            with self.precision.autocast():
-                return self.precision.converting(policy.select_action)(observation)  # type: ignore[arg-type, no-any-return]
+            action: torch.Tensor = self.precision.forward(policy.select_action, observation)  # type: ignore[arg-type]
+            return action
 
         with self._standing(policy, "evaluate"):
             with self.evaluating(policy):
@@ -434,6 +420,8 @@ class Trainer(RunView):
     @contextmanager
     def evaluating(self, policy: nn.Module) -> Iterator[None]:
         """Eval mode, and what callbacks put in place for it; modes, weights and random streams come back exactly."""
+        if self._run is not None and self._status == "running":
+            self._run.updater.settle()  # what stands in for the weights must know of every update
         before, self._evaluating = self._evaluating, True
         try:
             with preserved(self.device), acting(policy), self.callbacks.evaluating(self, policy):
@@ -449,10 +437,12 @@ class Trainer(RunView):
             return
         self.device.setup()
         policy.to(self.device.device)
-        self.precision.setup(self.device.device)
+        if not self._proven:
+            self.precision.setup(self.device.device)
+            self._proven = True
         self.precision.convert_module(policy)
         size = sum(p.numel() for p in policy.parameters())
-        threads, _ = choose_threads(self.device.device.type, size, os.environ)
+        threads, _ = choose_threads(self.device.device.type, size, self.facts)
         with self._process_state(threads):
             try:
                 self.callbacks.call("setup", self, policy, stage)

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..callbacks.callback import CallbackList
-from ..strategies.device import DeviceStrategy
-from ..strategies.precision import PrecisionStrategy
 from .data import count_samples
 from .metrics import scalar
 from .policy import PolicyAdapter
@@ -43,32 +40,20 @@ class SampleMeans:
         }
 
 
-def validate(
-    adapter: PolicyAdapter,
-    data: Iterable[Any],
-    *,
-    trainer: Trainer,
-    device: DeviceStrategy,
-    precision: PrecisionStrategy,
-    callbacks: CallbackList,
-    seed: int,
-) -> dict[str, float]:
-    """The ``val/...`` means of the policy over ``data``, in eval mode, under the precision's autocast.
-
-    Nothing where ``data`` has no batch, which is the caller's to tell.
+def validate(trainer: Trainer, adapter: PolicyAdapter, data: Iterable[Any], *, seed: int) -> dict[str, float]:
+    """The ``val/...`` means of the policy over ``data``, in eval mode, computed in the trainer's precision.
 
     Random numbers that the policy draws are the same at every validation; gradients, modes and all random
     streams are afterwards what they were.
     """
-    policy, means = adapter.policy, SampleMeans()
+    policy, means, callbacks = adapter.policy, SampleMeans(), trainer.callbacks
     with trainer.evaluating(policy), trainer.collecting(means.add), torch.no_grad():
         seed_everything(derive_seed(seed, "validation"))
         callbacks.call("on_validation_start", trainer, policy)
-        for index, batch in enumerate(device.stream(data)):
+        for index, batch in enumerate(trainer.device.stream(data)):
             callbacks.call("on_validation_batch_start", trainer, policy, batch, index)
             means.samples = count_samples(batch)
-            with precision.autocast():
-                outputs = adapter.validation_step(batch, index)
+            outputs = trainer.precision.forward(adapter.validation_step, batch, index)
             for name, value in outputs.items():
                 means.add(f"val/{name}", value)
             callbacks.call("on_validation_batch_end", trainer, policy, outputs, batch, index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -14,11 +16,11 @@ from ..strategies.errors import CallbackError
 from ..strategies.facts import MachineFacts
 from ..strategies.precision import PrecisionStrategy
 from .counters import Counters
+from .outcome import Outcome
 from .plan import Plan
-from .resolve import Choice
+from .prepare import Choices
 from .run import Run
 from .settings import Settings
-from .update import Outcome
 
 Status = Literal["new", "running", "completed", "stopped", "interrupted", "failed"]
 
@@ -29,9 +31,7 @@ class RunView:
     facts: MachineFacts
     callbacks: CallbackList
     _settings: Settings
-    _device: Choice[DeviceStrategy]
-    _precision: Choice[PrecisionStrategy]
-    _distribution: Choice[DistributionStrategy]
+    _choices: Choices
     _run: Run | None
     _plan: Plan
     _status: Status
@@ -40,17 +40,17 @@ class RunView:
     @property
     def device(self) -> DeviceStrategy:
         """The device strategy."""
-        return self._device.value
+        return self._choices.device.value
 
     @property
     def precision(self) -> PrecisionStrategy:
         """The precision strategy."""
-        return self._precision.value
+        return self._choices.precision.value
 
     @property
     def distribution(self) -> DistributionStrategy:
         """The distribution strategy."""
-        return self._distribution.value
+        return self._choices.distribution.value
 
     @property
     def is_main(self) -> bool:
@@ -73,19 +73,19 @@ class RunView:
         return None if self._run is None else self._run.stop_reason
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """The last known value of every metric, by name."""
-        return self._metrics
+        return MappingProxyType(self._metrics)
 
     @property
     def max_steps(self) -> int | None:
         """Steps that the run is to make."""
-        return self._settings.max_steps if self._run is None else self._run.intervals.max_steps
+        return self._settings.max_steps if self._run is None else self._run.settings.max_steps
 
     @property
     def max_epochs(self) -> int | None:
         """Epochs that the run is to make."""
-        return self._settings.max_epochs if self._run is None else self._run.intervals.max_epochs
+        return self._settings.max_epochs if self._run is None else self._run.settings.max_epochs
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -96,6 +96,11 @@ class RunView:
     def run_dir(self) -> Path:
         """The folder of the run."""
         return self._active.run_dir
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self._active.resumed
 
     @property
     def resumed_step(self) -> int:
@@ -137,7 +142,10 @@ class RunView:
     @property
     def epoch(self) -> int:
         """The pass over the data under way, from 0."""
-        return 0 if self._run is None else self._run.counters.epoch
+        if self._run is None:
+            return 0
+        ended = self._run.ended_epoch
+        return self._run.counters.epoch if ended is None else ended
 
     @property
     def _settled(self) -> Counters:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from policyfit import FP16, Callback, MachineFacts, Trainer
 from policyfit.callbacks.defaults import with_defaults
 from policyfit.strategies import DeviceStrategy, PrecisionStrategy
-from policyfit.strategies.facts import bf16_support, fp16_support
+from policyfit.strategies.formats import bf16_support, fp16_support
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 INIT_SCALE = 1024.0

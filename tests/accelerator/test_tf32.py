@@ -9,7 +9,7 @@ import torch
 from rig import Rig, wide
 
 from policyfit import TF32, Callback, Trainer
-from policyfit.strategies.facts import tf32_support
+from policyfit.strategies.formats import tf32_support
 
 # Relative errors: float32 rounds to 24 bits, TF32's factors to 11. Both thresholds leave a factor of several.
 EXACT, ROUNDED = 1e-5, 1e-4

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from policyfit import FP16, Callback, LossScaleCollapse, Outcome, Trainer, TrainingDiverged
-from policyfit.strategies import FabricPrecision
+from policyfit.strategies import fabric_precision
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -159,7 +159,7 @@ def test_overflow_of_bfloat16_gradients_is_skipped_and_counted(rig: Rig) -> None
     policy = wide()
     trainer = rig.fit(
         policy, rig.batches(6, poisoned=(0, 3)), lambda p: SGD(p, lr=1e-2),
-        precision=FabricPrecision(HalfWeights()), clip_norm=0.5, max_steps=4,
+        precision=fabric_precision(HalfWeights()), clip_norm=0.5, max_steps=4,
     )  # fmt: skip
     assert (trainer.step, trainer.skipped) == (4, 2)
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}

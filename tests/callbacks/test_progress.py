@@ -12,7 +12,7 @@ from torch import nn
 
 from policyfit.callbacks import progress
 from policyfit.callbacks.progress import Progress
-from policyfit.trainer.update import Outcome
+from policyfit.trainer.outcome import Outcome
 
 POLICY = nn.Linear(1, 1)
 
@@ -78,7 +78,7 @@ def test_plain_output_is_the_plan_a_line_a_record_and_the_end(tmp_path: Path) ->
         "step 5/10  loss 0.1235  lr 0.001  grad_norm 0.8  scale 65536  skipped 1  steps/s 41",
         "step 5/10  val/loss 2",
         "completed at step 5, 1 skipped, after 0 s",
-        f"checkpoints: {tmp_path / 'checkpoints'}",
+        "checkpoints: checkpoints",
     ]
 
 

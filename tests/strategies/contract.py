@@ -66,6 +66,24 @@ def it_computes_in_its_dtype_and_keeps_parameters_in_float32(make: Make) -> None
     assert {p.dtype for p in net.parameters()} == {torch.float32}
 
 
+def it_computes_a_step_in_its_dtype_and_hands_everything_on(make: Make) -> None:
+    strategy = ready(make)
+    net, _, batch = two_layers()
+    seen: list[object] = []
+
+    def step(data: Tensor, index: int) -> Tensor:
+        output: Tensor = net(data)
+        seen.extend((output.dtype, index))
+        return output.float().square().mean()
+
+    loss = strategy.forward(step, batch, 7)
+    assert seen == [strategy.compute_dtype, 7]
+    with strategy.autocast():
+        expected = net(batch).float().square().mean()
+    assert torch.equal(loss, expected)
+    assert loss.dtype == torch.float32
+
+
 def it_leaves_process_state_as_it_was_also_after_an_error(make: Make) -> None:
     strategy = ready(make)
     before = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
@@ -187,6 +205,7 @@ def weights_that_were_swapped_are_used_at_the_next_entry(make: Make) -> None:
 PROMISES: tuple[Callable[[Make], None], ...] = (
     it_has_a_name,
     it_computes_in_its_dtype_and_keeps_parameters_in_float32,
+    it_computes_a_step_in_its_dtype_and_hands_everything_on,
     it_leaves_process_state_as_it_was_also_after_an_error,
     it_can_be_set_up_without_gradients_and_under_another_default_dtype,
     it_brings_gradients_to_the_units_of_the_loss,

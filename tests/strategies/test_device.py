@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policyfit.strategies.device import CPUDevice, CUDADevice, DeviceStrategy, MPSDevice, XPUDevice
 from policyfit.strategies.errors import ConfigError
+from policyfit.strategies.facts import GPU, MachineFacts
 from policyfit.strategies.mailbox import PinnedMailbox, SharedMailbox, WaitingMailbox
 
 
@@ -168,16 +169,21 @@ def test_stream_of_nothing_is_empty() -> None:
     assert list(Rehearsal([]).stream([])) == []
 
 
-def test_setup_makes_the_device_current_and_learns_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_learns_of_float64() -> None:
+    facts = MachineFacts(build="xpu", xpu=(GPU(name="Arc A770", has_fp64=False), GPU(name="Max 1550")))
+    arc, big = XPUDevice(0), XPUDevice(1)
+    for device in (arc, big):
+        device.check(facts)
+    assert (arc.has_float64, big.has_float64) == (False, True)
+
+
+def test_setup_makes_the_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.xpu, "set_device", chosen.append)
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=True))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    xpu = XPUDevice(1)
-    xpu.setup()
+    XPUDevice(1).setup()
     CUDADevice(2).setup()
     assert chosen == [1, 2]
-    assert xpu.has_float64 is True
 
 
 def test_gpu_reports_its_own_memory_and_random_stream(monkeypatch: pytest.MonkeyPatch) -> None:

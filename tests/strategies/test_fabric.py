@@ -32,8 +32,8 @@ from torch.optim import SGD, AdamW
 from toys import MLP, Batch, InMemory, assert_equal, batches, mlp, weights
 
 from policyfit import BF16, FP16, Callback, ConfigError, MachineFacts, Outcome, PrecisionError, Trainer, load
-from policyfit.strategies import GPU, FabricPrecision
-from policyfit.strategies.fabric import is_fabric_plugin
+from policyfit.strategies import GPU, fabric_precision
+from policyfit.strategies.fabric import FabricPrecision, is_fabric_plugin
 from policyfit.trainer.cli import main
 from policyfit.trainer.resolve import resolve_precision
 
@@ -43,11 +43,11 @@ SCALER = {"init_scale": 1024.0, "growth_interval": 3}
 
 def mixed16(**settings: Any) -> FabricPrecision:
     scaler = torch.amp.GradScaler("cpu", **{**SCALER, **settings})
-    return FabricPrecision(MixedPrecision("16-mixed", "cpu", scaler), allow_cpu=True)
+    return fabric_precision(MixedPrecision("16-mixed", "cpu", scaler), allow_cpu=True)
 
 
 def half16() -> FabricPrecision:
-    return FabricPrecision(HalfPrecision("16-true"), allow_cpu=True)
+    return fabric_precision(HalfPrecision("16-true"), allow_cpu=True)
 
 
 def adamw(parameters: Any) -> AdamW:
@@ -94,8 +94,8 @@ def test_plugin_with_float32_weights_equals_our_own_precision_bit_for_bit(
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: FabricPrecision(Precision()),
-        lambda: FabricPrecision(MixedPrecision("bf16-mixed", "cpu")),
+        lambda: fabric_precision(Precision()),
+        lambda: fabric_precision(MixedPrecision("bf16-mixed", "cpu")),
         lambda: mixed16(),
     ],
     ids=["32-true", "bf16-mixed", "16-mixed"],
@@ -216,7 +216,7 @@ def test_norm_of_float16_gradients_is_taken_in_float32() -> None:
 
 
 def test_non_finite_bfloat16_gradients_are_found_without_the_kernel_that_cuda_lacks() -> None:
-    precision = FabricPrecision(HalfPrecision("bf16-true"))
+    precision = fabric_precision(HalfPrecision("bf16-true"))
     precision.setup(CPU)
     for value, expected in ((3e38, 0.0), (float("inf"), 1.0), (float("nan"), 1.0), (-float("inf"), 1.0)):
         gradients = [torch.ones(4, dtype=torch.bfloat16), torch.tensor([1.0, value], dtype=torch.bfloat16)]
@@ -289,11 +289,6 @@ def test_conversions_of_a_user_s_own_plugin_are_made() -> None:
     (theirs(Batch(*(part / 2 for part in data[0]))) * 2).backward()
     optimizer.step()
     assert_equal(weights(ours), weights(theirs))
-
-
-def test_run_without_a_plugin_calls_the_policy_s_steps_themselves() -> None:
-    trainer = fit(mlp(), "no", batches(1), max_steps=1)
-    assert trainer.precision.converting(len) is len
 
 
 class Reach(Env[Any, Any]):
@@ -384,7 +379,7 @@ PLUGIN = "class_path: lightning_fabric.plugins.precision"
         ("bf16-true", "bf16-true"),
         ("64-true", "64-true"),
         (
-            "{class_path: policyfit.strategies.FabricPrecision, init_args: {allow_cpu: true, "
+            "{class_path: policyfit.strategies.fabric_precision, init_args: {allow_cpu: true, "
             f"plugin: {{{PLUGIN}.HalfPrecision, init_args: {{precision: 16-true}}}}}}}}",
             "16-true",
         ),
@@ -424,7 +419,7 @@ def test_bf16_rules_hold_for_plugins_alike() -> None:
         with pytest.raises(PrecisionError, match=r"needs native bfloat16.*Tesla T4.*\n.*precision='fp16'"):
             precision.check_native(CUDA, T4)
         assert resolve_precision(plugin, CUDA, A100).value.check_native(CUDA, A100) is None
-        allowed = FabricPrecision(plugin, allow_emulated=True).check_native(CUDA, T4)
+        allowed = fabric_precision(plugin, allow_emulated=True).check_native(CUDA, T4)
         assert allowed is not None
         assert "Tesla T4" in allowed
     old = MachineFacts(build="mps", mps=True, macos=(13, 6))
@@ -436,7 +431,7 @@ def test_bf16_rules_hold_for_plugins_alike() -> None:
 def test_float16_on_the_cpu_is_refused_for_plugins_alike(plugin: Any) -> None:
     with pytest.raises(PrecisionError, match=r"is under the same rule: .*fp16.*on the cpu"):
         Trainer("cpu", plugin)
-    allowed = resolve_precision(FabricPrecision(plugin, allow_cpu=True), CPU, MachineFacts()).value
+    allowed = resolve_precision(fabric_precision(plugin, allow_cpu=True), CPU, MachineFacts()).value
     assert allowed.compute_dtype == torch.float16
 
 
@@ -453,13 +448,14 @@ def test_plugin_for_another_device_is_refused_before_anything_runs(word: str) ->
 def test_disabled_scaler_is_refused() -> None:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
     with pytest.raises(PrecisionError, match="is disabled"):
-        resolve_precision(FabricPrecision(plugin, allow_cpu=True), CPU, MachineFacts())
+        resolve_precision(fabric_precision(plugin, allow_cpu=True), CPU, MachineFacts())
 
 
 def test_scaler_hands_over_its_settings_and_where_it_stands() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=0.5, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
-    settings = FabricPrecision(MixedPrecision("16-mixed", "cpu", scaler)).settings
-    assert settings is not None
+    precision = fabric_precision(MixedPrecision("16-mixed", "cpu", scaler))
+    assert isinstance(precision, FP16)
+    settings = precision.settings
     assert (settings.init_scale, settings.growth_factor, settings.backoff_factor) == (0.5, 3.0, 0.25)
     assert (settings.growth_interval, settings.min_scale) == (7, 0.5)
 
@@ -469,7 +465,7 @@ def test_scaler_of_another_make_is_refused() -> None:
         pass
 
     with pytest.raises(PrecisionError, match="scaler is a Sharded"):
-        FabricPrecision(MixedPrecision("16-mixed", "cpu", Sharded("cpu")))
+        fabric_precision(MixedPrecision("16-mixed", "cpu", Sharded("cpu")))
 
 
 def test_grad_scaler_beside_a_plugin_is_refused() -> None:
@@ -576,8 +572,8 @@ def test_name_of_a_derived_plugin_is_its_own_word() -> None:
     class Mine(MixedPrecision):
         pass
 
-    assert FabricPrecision(Mine("bf16-mixed", "cpu")).name == "bf16-mixed"
-    assert FabricPrecision(MixedPrecision("bf16-mixed", "cpu")).name == "bf16"
+    assert fabric_precision(Mine("bf16-mixed", "cpu")).name == "bf16-mixed"
+    assert fabric_precision(MixedPrecision("bf16-mixed", "cpu")).name == "bf16"
 
 
 def test_lightning_fabric_is_imported_only_when_a_plugin_is_named() -> None:

@@ -1,140 +1,14 @@
-"""Hardware as data: what each GPU makes of bf16, fp16 and TF32."""
+"""Facts as data: how a device is described, the environment, and the ranks that a launcher gave."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from policyfit.strategies.facts import (
-    GPU,
-    MachineFacts,
-    Support,
-    bf16_support,
-    describe,
-    fp16_support,
-    tf32_support,
-)
+from policyfit.strategies.errors import ConfigError
+from policyfit.strategies.facts import GPU, MachineFacts, describe, local_rank, world_size
 
-CUDA, XPU, MPS, CPU = (torch.device(name) for name in ("cuda:0", "xpu:0", "mps", "cpu"))
-
-
-def nvidia(name: str, major: int, minor: int) -> MachineFacts:
-    return MachineFacts(build="cuda", cuda=(GPU(name=name, capability=(major, minor)),))
-
-
-def amd(name: str, arch: str, *, allow_tf32: bool = True) -> MachineFacts:
-    environment = (("HIPBLASLT_ALLOW_TF32", "1"),) if allow_tf32 else ()
-    return MachineFacts(build="rocm", cuda=(GPU(name=name, arch=arch),), environment=environment)
-
-
-def intel(name: str, *, fp64: bool, version: str = "2.13.0+xpu", tf32: bool = True) -> MachineFacts:
-    gpu = GPU(name=name, has_fp64=fp64, bf16=True, tf32=tf32)
-    return MachineFacts(build="xpu", torch_version=version, xpu=(gpu,))
-
-
-def apple(macos: tuple[int, int] | None, version: str) -> MachineFacts:
-    return MachineFacts(build="mps", mps=True, macos=macos, torch_version=version)
-
-
-def flags(*answers: Support) -> str:
-    """Native and usable of each answer, as in "yes", "emulated" or "no"."""
-    words = [("yes" if a.native else "emulated") if a.usable else "no" for a in answers]
-    return " ".join(words)
-
-
-@pytest.mark.parametrize(
-    ("facts", "device", "expected"),  # bf16, fp16, tf32
-    [
-        (nvidia("Tesla V100", 7, 0), CUDA, "emulated yes no"),
-        (nvidia("Tesla T4", 7, 5), CUDA, "emulated yes no"),
-        (nvidia("GeForce RTX 2080 Ti", 7, 5), CUDA, "emulated yes no"),
-        (nvidia("A100", 8, 0), CUDA, "yes yes yes"),
-        (nvidia("GeForce RTX 3090", 8, 6), CUDA, "yes yes yes"),
-        (nvidia("GeForce RTX 4090", 8, 9), CUDA, "yes yes yes"),
-        (nvidia("H100", 9, 0), CUDA, "yes yes yes"),
-        (nvidia("GeForce RTX 5090", 12, 0), CUDA, "yes yes yes"),
-        (amd("Radeon VII", "gfx906"), CUDA, "emulated yes no"),
-        (amd("Instinct MI100", "gfx908"), CUDA, "yes yes no"),
-        (amd("Instinct MI210", "gfx90a"), CUDA, "yes yes no"),
-        (amd("Instinct MI300X", "gfx942"), CUDA, "yes yes yes"),
-        (amd("Instinct MI300X", "gfx942", allow_tf32=False), CUDA, "yes yes no"),
-        (amd("Instinct MI355X", "gfx950"), CUDA, "yes yes yes"),
-        (amd("Radeon RX 6800", "gfx1030"), CUDA, "emulated yes no"),
-        (amd("Radeon RX 7900 XTX", "gfx1100"), CUDA, "yes yes no"),
-        (amd("Radeon RX 9070", "gfx1201"), CUDA, "yes yes no"),
-        (intel("Arc A770", fp64=False), XPU, "yes no yes"),
-        (intel("Arc B580", fp64=True), XPU, "yes yes yes"),
-        (intel("Data Center GPU Max 1550", fp64=True), XPU, "yes yes yes"),
-        (intel("Data Center GPU Max 1550", fp64=True, version="2.9.1+xpu"), XPU, "yes yes no"),
-        (intel("Iris Xe", fp64=False, tf32=False), XPU, "yes no no"),
-        (apple((13, 6), "2.7.1"), MPS, "no no no"),
-        (apple((13, 6), "2.8.0"), MPS, "no yes no"),
-        (apple((15, 1), "2.7.1"), MPS, "yes no no"),
-        (apple((15, 1), "2.8.0"), MPS, "yes yes no"),
-        (apple((14, 0), "2.10.0.dev20260101"), MPS, "yes yes no"),
-        (apple((15, 1), "2.5.1"), MPS, "no no no"),
-        (apple(None, "2.13.0"), MPS, "no yes no"),
-        (MachineFacts(cpu_bf16=True, cpu_fp16=True), CPU, "yes yes no"),
-        (MachineFacts(cpu_bf16=True), CPU, "yes emulated no"),
-        (MachineFacts(), CPU, "emulated emulated no"),
-        (MachineFacts(), CUDA, "no no no"),
-        (MachineFacts(), XPU, "no no no"),
-        (MachineFacts(), MPS, "no no no"),
-        (nvidia("A100", 8, 0), torch.device("cuda:1"), "no no no"),
-    ],
-)
-def test_formats_are_judged_from_the_hardware(facts: MachineFacts, device: torch.device, expected: str) -> None:
-    answers = bf16_support(device, facts), fp16_support(device, facts), tf32_support(device, facts)
-    assert flags(*answers) == expected
-
-
-@pytest.mark.parametrize(("arch", "capability"), [("gfx90a", (9, 0)), ("gfx1030", (10, 3))])
-def test_capability_numbers_never_decide_on_rocm(arch: str, capability: tuple[int, int]) -> None:
-    facts = MachineFacts(build="rocm", cuda=(GPU(name="AMD", arch=arch, capability=capability),))
-    assert bf16_support(CUDA, facts).native is (arch == "gfx90a")
-    assert tf32_support(CUDA, facts).native is False
-
-
-@pytest.mark.parametrize(
-    ("support", "reason"),
-    [
-        (
-            bf16_support(CUDA, nvidia("Tesla T4", 7, 5)),
-            "cuda:0 (Tesla T4, compute capability 7.5) only emulates bfloat16",
-        ),
-        (bf16_support(CUDA, amd("MI300X", "gfx942")), "cuda:0 (MI300X, gfx942) computes bfloat16"),
-        (
-            bf16_support(MPS, apple((13, 6), "2.8.0")),
-            "mps has bfloat16 from macOS 14 on and this is macOS 13.6",
-        ),
-        (
-            fp16_support(MPS, apple((15, 1), "2.7.1")),
-            "mps trains in float16 from torch 2.8 on and this is 2.7.1",
-        ),
-        (
-            fp16_support(CUDA, amd("MI210", "gfx90a")),
-            "cuda:0 (MI210, gfx90a) computes float16, flushing denormals in its matrix units",
-        ),
-        (
-            tf32_support(CUDA, nvidia("Tesla V100", 7, 0)),
-            "cuda:0 (Tesla V100, compute capability 7.0) has no TF32",
-        ),
-        (bf16_support(XPU, MachineFacts()), "xpu:0 is not available here"),
-        (bf16_support(CPU, MachineFacts()), "cpu only emulates bfloat16"),
-    ],
-)
-def test_reason_names_device_and_fact(support: Support, reason: str) -> None:
-    assert support.reason == reason
-
-
-@pytest.mark.parametrize("value", [None, "", "0", "1"])
-def test_tf32_on_rocm_is_not_effective_without_its_variable(value: str | None) -> None:
-    environment = () if value is None else (("HIPBLASLT_ALLOW_TF32", value),)
-    facts = MachineFacts(build="rocm", cuda=(GPU(name="MI300X", arch="gfx942"),), environment=environment)
-    support = tf32_support(CUDA, facts)
-    assert support.native is True
-    assert support.usable is (value == "1")
-    assert ("not effective" in support.reason) is (value != "1")
+CUDA, MPS, CPU = (torch.device(name) for name in ("cuda:0", "mps", "cpu"))
 
 
 def test_describe_names_device_memory_and_cores() -> None:
@@ -147,7 +21,7 @@ def test_describe_names_device_memory_and_cores() -> None:
     )
     assert describe(CPU, MachineFacts(cpu_count=16)) == "cpu (16 cores)"
     assert describe(CPU, MachineFacts(cpu_count=1)) == "cpu (1 core)"
-    assert describe(MPS, apple((15, 1), "2.8.0")) == "mps (Apple GPU, macOS 15.1)"
+    assert describe(MPS, MachineFacts(build="mps", mps=True, macos=(15, 1))) == "mps (Apple GPU, macOS 15.1)"
     assert describe(torch.device("cuda:4"), MachineFacts()) == "cuda:4"
 
 
@@ -155,3 +29,33 @@ def test_environment_tells_unset_from_empty() -> None:
     facts = MachineFacts(environment=(("HIP_VISIBLE_DEVICES", ""),))
     assert facts.variable("HIP_VISIBLE_DEVICES") == ""
     assert facts.variable("ROCR_VISIBLE_DEVICES") is None
+
+
+def test_gpu_of_a_device_is_that_of_its_index() -> None:
+    first, second, arc = GPU(name="first"), GPU(name="second"), GPU(name="arc")
+    facts = MachineFacts(cuda=(first, second), xpu=(arc,))
+    found = [facts.gpu(torch.device(name)) for name in ("cuda", "cuda:1", "cuda:2", "xpu:0", "cpu", "mps")]
+    assert found == [first, second, None, arc, None, None]
+
+
+def ranks(**environment: str) -> tuple[int, int]:
+    facts = MachineFacts(environment=tuple(environment.items()))
+    return world_size(facts), local_rank(facts)
+
+
+def test_ranks_are_those_of_the_launcher_and_of_one_process_without_one() -> None:
+    assert ranks() == ranks(WORLD_SIZE="", LOCAL_RANK="") == ranks(WORLD_SIZE="1", LOCAL_RANK="3") == (1, 0)
+    assert ranks(WORLD_SIZE="8", LOCAL_RANK="3") == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number, got 'two'"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE must be a whole number, got '-1'"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, "LOCAL_RANK must be a whole number, got '1.5'"),
+    ],
+)
+def test_rank_that_is_no_number_is_an_error_that_says_who_sets_it(environment: dict[str, str], found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"environment variable {found}\.\nUnset it, or start .* torchrun"):
+        ranks(**environment)

@@ -49,14 +49,14 @@ def test_an_autocast_that_is_silently_off_is_refused_at_setup() -> None:
         Silent().setup(CPU)
 
 
-@pytest.mark.parametrize("name", ["no", "fp16"])
-def test_an_autocast_around_the_run_that_changes_what_it_computes_in_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no", r"computes in torch.bfloat16"), ("bf16", "inside of a torch.autocast"), ("fp16", "inside of a torch.auto")],
+)
+def test_an_autocast_around_the_run_is_refused(name: str, message: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        if name == "no":
-            with pytest.raises(PrecisionError, match=r"computes in torch.bfloat16.*\n.*outside of torch.autocast"):
-                FullPrecision().setup(CPU)
-        else:
-            PRECISIONS[name]().setup(CPU)  # its own autocast wins
+        with pytest.raises(PrecisionError, match=rf"{message}.*\n.*outside of torch.autocast"):
+            PRECISIONS[name]().setup(CPU)
 
 
 def test_a_scaler_that_zeroes_gradients_is_refused_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:

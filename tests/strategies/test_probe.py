@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from policyfit.strategies.facts import GPU, Build, bf16_support, probe
+from policyfit.strategies.facts import GPU, Build, probe
+from policyfit.strategies.formats import bf16_support
 
 CUDA = torch.device("cuda:0")
 

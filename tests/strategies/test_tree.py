@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from policyfit.strategies.tree import map_tensors
+from policyfit.strategies.tree import map_tensors, tensors
 
 
 class Step(NamedTuple):
@@ -48,3 +49,11 @@ def test_map_tensors_tells_the_path_of_each_tensor() -> None:
     map_tensors({"obs": {"state": one, "images": (one, [one])}, 3: one}, see)
     map_tensors(one, see)
     assert keys == ["obs.state", "obs.images.0", "obs.images.1.0", "3", ""]
+
+
+def test_tensors_are_those_of_the_tree_depth_first() -> None:
+    a, b, c, d = (torch.full((1,), float(n)) for n in range(4))
+    tree = {"obs": Step(a, "pick"), "rest": [None, (b, MappingProxyType({"x": c})), "text"], "last": d}
+    assert [t.item() for t in tensors(tree)] == [0.0, 1.0, 2.0, 3.0]
+    assert [t.item() for t in tensors(d)] == [3.0]
+    assert list(tensors("text")) == []

@@ -21,15 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from policyfit.strategies.errors import CheckpointError
-from policyfit.trainer.checkpoint import (
-    CheckpointState,
-    delete_checkpoint,
-    newest_checkpoint,
-    point_last_at,
-    read_checkpoint,
-    whole_checkpoints,
-    write_checkpoint,
-)
+from policyfit.trainer.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
+from policyfit.trainer.manifest import seal
+from policyfit.trainer.newest import delete_checkpoint, newest_checkpoint, point_last_at, whole_checkpoints
 
 
 def make_state(step: int = 500, **changes: Any) -> CheckpointState:
@@ -87,11 +81,9 @@ def unexpected(message: str) -> None:
 
 def edit_manifest(folder: Path, change: Any) -> None:
     """Change a manifest as somebody would who can compute its seal, too."""
-    from policyfit.trainer import checkpoint
-
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    manifest["sha256"] = checkpoint._seal(manifest)
+    manifest["sha256"] = seal(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -479,13 +471,23 @@ def test_existing_checkpoint_of_the_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_damaged_folder_at_the_place_of_a_step_is_moved_out_of_the_way(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "000500", make_state(500))
+    folder = write_checkpoint(tmp_path / "checkpoints" / "000500", make_state(500))
     (folder / "manifest.json").unlink()
     write_checkpoint(folder, make_state(500))
     assert contents(read_checkpoint(folder)) == contents(make_state(500))
-    (aside,) = tmp_path.glob("000500.damaged-*")
+    (aside,) = folder.parent.glob("000500.damaged-*")
     assert (aside / "pretrained_model" / "model.safetensors").exists()
-    assert whole_checkpoints(tmp_path) == [folder]
+    assert whole_checkpoints(folder.parent) == [folder]
+
+
+def test_a_folder_of_the_users_own_is_left_alone_although_its_name_is_a_number(tmp_path: Path) -> None:
+    mine = tmp_path / "exports" / "2024"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_checkpoint(mine, make_state(500))
+    assert [path.name for path in mine.parent.iterdir()] == ["2024"]
+    assert (mine / "thesis.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

@@ -19,6 +19,9 @@ from policyfit.trainer.cli import main
 pytest.importorskip("gymnasium")
 
 PARTS = """
+import os
+import signal
+
 import gymnasium
 import numpy as np
 import torch
@@ -37,6 +40,9 @@ class Policy(nn.Module):
             raise KeyboardInterrupt
         if self.mode == "fail":
             raise RuntimeError("the camera is gone")
+        if self.mode == "preempt":
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.mode = "plain"
         loss = (self.layer(batch) - 1).square().mean()
         return loss * float("nan") if self.mode == "diverge" else loss
 
@@ -332,7 +338,7 @@ def test_a_command_line_that_cannot_be_meant_is_refused(cli: Cli, words: list[st
         (["fit"], "fit needs a run file"),
         (["fit", "missing.yaml"], "missing.yaml does not exist"),
         (["fit", "."], "is a folder, but a YAML file was expected"),
-        (["fit", "--resume"], "there is no run under runs/"),
+        (["fit", "--resume"], "no run under runs/ has a checkpoint"),
         (["fit", "--resume=gone"], "gone does not exist, so there is no config.yaml"),
         (["plan"], "the following arguments are required: RUN.yaml"),
         (["eval"], "the following arguments are required: CHECKPOINT"),
@@ -341,8 +347,12 @@ def test_a_command_line_that_cannot_be_meant_is_refused(cli: Cli, words: list[st
         (["eval", "gone", "--dev=cpu"], "--dev is not an option. Did you mean --device?"),
         (
             ["eval", "gone", "--trainer.seed=3"],
-            "--trainer.seed is not an option. Valid here: --device, --precision",
+            "--trainer.seed is not an option. Valid here: --help, --debug, --device, --precision",
         ),
+        (["eval", "gone", "--weight=ema"], "--weight is not an option. Did you mean --weights?"),
+        (["validate"], "the following arguments are required: CHECKPOINT"),
+        (["validate", "gone", "--episodes=3"], "--episodes is not an option. Valid here: --help, --debug, --device"),
+        (["checkpoints"], "the following arguments are required: RUN_DIR"),
         (["doctor", "me"], "unrecognized arguments: me"),
     ],
 )
@@ -408,6 +418,71 @@ def test_eval_takes_its_defaults_from_the_run_and_the_command_line_wins(cli: Cli
     assert "episodes must be a whole number of at least 1, got 0" in err
 
 
+def test_eval_acts_under_the_tf32_and_with_the_weights_that_are_asked_for(cli: Cli) -> None:
+    ema = "--trainer.callbacks=[{class_path: policyfit.EMA, init_args: {decay: 0.5}}]"
+    Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env, episodes: 2}\n")
+    assert cli("fit", "run.yaml", ema)[0] == 0
+    assert "success 2/2" in cli("eval", "done", "--weights=ema", "--tf32=no")[1]
+    code, _, err = cli("eval", "done", "--weights=mean")
+    assert code == 1
+    assert "has no weights 'mean', but ema and raw" in err
+    code, _, err = cli("eval", "done", "--tf32=maybe")
+    assert code == 2
+    assert "command line: trainer.tf32 must be bool or null, got 'maybe'." in err
+
+
+def test_validate_prints_the_metrics_of_the_run_s_own_data_and_the_command_line_wins(cli: Cli) -> None:
+    Path("run.yaml").write_text(_with("{train: cli_parts.Data}", "{train: cli_parts.Data, val: cli_parts.Data}"))
+    assert cli("fit", "run.yaml")[0] == 0
+    policy = policyfit.load("done", device="cpu")
+    with torch.no_grad():
+        expected = float(policy(torch.stack([torch.ones(2) * i / 16 for i in range(16)])))
+    code, out, err = cli("validate", "done/checkpoints/last")
+    assert (code, err) == (0, "")
+    name, value = out.split()
+    assert name == "val/loss"
+    assert float(value) == pytest.approx(expected, rel=1e-5)
+    in_bf16 = float(cli("validate", "done", "--precision=bf16")[1].split()[1])
+    assert in_bf16 == pytest.approx(expected, rel=2e-2)
+    assert in_bf16 != float(value)
+    code, _, err = cli("validate", "done", "--device=cuda:99")
+    assert code == 2
+    assert "device='cuda:99' was requested" in err
+
+
+def test_validate_without_validation_data_says_so(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml")[0] == 0
+    code, _, err = cli("validate", "done")
+    assert code == 2
+    assert "nothing to validate on" in err
+
+
+def test_checkpoints_lists_them_with_their_metrics_and_tells_the_damaged_by_its_exit_code(cli: Cli) -> None:
+    callback = "callbacks: [{class_path: policyfit.Checkpoint, init_args: {every_steps: 1}}]"
+    Path("run.yaml").write_text(_with("seed: 3", f"log_every: 1\n  {callback}"))
+    assert cli("fit", "run.yaml")[0] == 0
+    code, out, err = cli("checkpoints", "done")
+    assert (code, err) == (0, "")
+    first, second = out.splitlines()
+    assert first.startswith("000001  2")
+    assert "MB  train/loss " in first
+    assert not first.endswith("last")
+    assert second.startswith("000002  2")
+    assert second.endswith("<- last")
+    weights = Path("done/checkpoints/000001/pretrained_model/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    code, out, err = cli("checkpoints", "done")
+    assert code == 1
+    assert "1 of 2 checkpoints are damaged: 000001." in err
+    assert "000001  damaged: " in out
+    assert "pretrained_model/model.safetensors is damaged: its contents are not those that were written" in out
+    assert out.splitlines()[1] == second
+    code, _, err = cli("checkpoints", "gone")
+    assert code == 1
+    assert "There is no checkpoint in gone." in err
+
+
 @pytest.mark.parametrize(
     ("mode", "code", "message"),
     [
@@ -423,6 +498,14 @@ def test_a_run_that_ends_early_says_why_and_how_by_its_exit_code(cli: Cli, mode:
     assert message in err
     assert "Traceback" not in err
     assert ("Run again with --debug" in err) == (mode == "fail")
+
+
+def test_a_run_that_is_preempted_saves_and_ends_with_143(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    code, _, err = cli("fit", "run.yaml", "--policy.mode=preempt", "--trainer.max_steps=1000")
+    assert code == 143
+    assert "Traceback" not in err
+    assert cli("checkpoints", "done")[0] == 0
 
 
 @pytest.mark.parametrize("words", [["--policy.mode=fail"], ["--trainer.max_step=3"]])
@@ -447,7 +530,10 @@ def test_plan_says_what_would_run_and_writes_nothing(cli: Cli) -> None:
 def test_doctor_and_help_and_version_print_and_succeed(cli: Cli) -> None:
     assert cli("--version") == (0, f"policyfit {policyfit.__version__}\n", "")
     assert "torch" in cli("doctor")[1]
-    for words in (["--help"], ["fit", "--help"], ["plan", "--help"], ["eval", "--help"]):
+    for words in (
+        ["--help"],
+        *([name, "--help"] for name in ("fit", "plan", "validate", "eval", "checkpoints", "doctor")),
+    ):
         code, out, err = cli(*words)
         assert (code, err) == (0, "")
         assert "usage: policyfit" in out

@@ -12,7 +12,15 @@ from torch import nn
 
 from policyfit import FP16, Checkpoint, GradScalerConfig, Trainer, WarmupCosine
 from policyfit.strategies.errors import ConfigError, PolicyfitError, PrecisionError
-from policyfit.trainer.config import Run, build_policy, dump, read_run, resolve, resolve_evaluation
+from policyfit.trainer.config import (
+    RunRecipe,
+    build_policy,
+    read_run,
+    resolve,
+    resolve_evaluation,
+    resolve_validation,
+)
+from policyfit.trainer.strict_yaml import write
 
 PARTS = """
 from __future__ import annotations
@@ -98,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _read(folder: Path, text: str, *overrides: tuple[str, str]) -> Run:
+def _read(folder: Path, text: str, *overrides: tuple[str, str]) -> RunRecipe:
     (folder / "run.yaml").write_text(text)
     config = read_run([folder / "run.yaml"], overrides)
     with config.importable():
@@ -187,6 +195,16 @@ def test_a_value_means_the_same_in_a_file_and_on_the_command_line(
         assert found == value
         assert type(found) is type(value)
     assert from_file.config.values == from_words.config.values
+
+
+@pytest.mark.parametrize("text", ["no", "No", "off", "false", "none", "None", "null", "'no'", '"off"'])
+def test_precision_no_is_no_in_a_file_on_the_command_line_and_in_python_alike(folder: Path, text: str) -> None:
+    from_file = _read(folder, MINIMAL + f"trainer: {{device: cpu, precision: {text}}}\n").trainer.build()
+    from_words = _read(folder, MINIMAL + "trainer: {device: cpu}\n", ("precision", text)).trainer.build()
+    python = {"null": None, "false": False}
+    in_python = Trainer("cpu", python.get(text, text.strip("'\"")))  # type: ignore[arg-type]
+    plans = [trainer.precision.name for trainer in (from_file, from_words, in_python)]
+    assert plans == ["no", "no", "no"]
 
 
 def test_classes_get_values_in_the_types_that_they_ask_for(folder: Path) -> None:
@@ -399,12 +417,12 @@ eval: {env: {class_path: config_parts.Env, init_args: {num_envs: 10}}, episodes:
 
 def test_a_resolved_run_written_and_read_back_is_the_same_run(folder: Path, tmp_path: Path) -> None:
     config = _read(folder, FULL).config
-    (tmp_path / "config.yaml").write_text(dump(config.values))
+    (tmp_path / "config.yaml").write_text(write(config.values))
     again = read_run([tmp_path / "config.yaml"])
     assert again.values == config.values
     with again.importable():
         assert resolve(again).config.values == config.values
-    text = dump(config.values)
+    text = write(config.values)
     assert '"010"' in text
     assert '"null"' in text
     assert config.values["eval"]["seed"] == 10_000
@@ -423,7 +441,7 @@ def test_modules_beside_the_run_file_are_found_wherever_its_resolved_form_lies(t
     assert sys.path == before
     assert resolved.values["code"] == [str(home)]
     sys.modules.pop("beside_the_run")
-    (tmp_path / "config.yaml").write_text(dump(resolved.values))
+    (tmp_path / "config.yaml").write_text(write(resolved.values))
     assert build_policy(read_run([tmp_path / "config.yaml"])).given["width"] == 9  # type: ignore[index]
     assert sys.path == before
 
@@ -447,6 +465,18 @@ def test_an_evaluation_looks_only_at_how_the_policy_acts(folder: Path) -> None:
     assert run.trainer.values == {"device": "cpu", "precision": "bf16", "tf32": None}
 
 
+def test_a_validation_looks_only_at_its_data_and_at_what_matters_after_training(folder: Path) -> None:
+    text = "policy: elsewhere.Policy\ndata: {train: elsewhere.Data, val: {class_path: config_parts.Data}}\n"
+    (folder / "run.yaml").write_text(text + "trainer: {device: cpu, batch_size: 3, max_steps: 5}\n")
+    config = read_run([folder / "run.yaml"])
+    with config.importable():
+        run = resolve_validation(config)
+        assert run.build("data", "val").split == "train"
+    assert run.trainer.values == {"device": "cpu", "batch_size": 3, "precision": "no"}
+    (folder / "run.yaml").write_text("policy: elsewhere.Policy\n")
+    assert resolve_validation(read_run([folder / "run.yaml"])).build("data", "val") is None
+
+
 @pytest.mark.parametrize("found", ["config_parts.Env", "{class_path: config_parts.make_env, init_args: {size: 3}}"])
 def test_an_environment_may_be_a_class_or_what_makes_one(folder: Path, found: str) -> None:
     built = _read(folder, f"{MINIMAL}eval: {{env: {found}}}\n").build("eval", "env")
@@ -465,9 +495,12 @@ def test_the_environment_of_the_process_changes_nothing(folder: Path, monkeypatc
 
 def test_a_launcher_that_asks_for_another_precision_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert _read(folder, MINIMAL + "trainer: {precision: fp16}\n").config.values["trainer"]["precision"] == "fp16"
     with pytest.raises(ConfigError, match=r"precision is no, but .* ACCELERATE_MIXED_PRECISION=fp16"):
-        _read(folder, MINIMAL)
+        _read(folder, MINIMAL + "trainer: {device: cpu}\n").trainer.build()
+    with pytest.raises(ConfigError, match=r"run.yaml:2:24: precision is bf16, but .* ACCELERATE_MIXED_PRECISION=fp16"):
+        _read(folder, MINIMAL + "trainer: {device: cpu, precision: bf16}\n").trainer.build()
+    with pytest.raises(ConfigError, match=r"precision is no, but .* ACCELERATE_MIXED_PRECISION=fp16"):
+        Trainer("cpu")
 
 
 def test_an_error_of_a_constructor_keeps_its_type_and_gets_its_place(folder: Path) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import (
 from toys import Augmented, Ids
 
 from policyfit.strategies.errors import ConfigError, DistributedError
+from policyfit.strategies.facts import MachineFacts
 from policyfit.trainer.data import TrainingData, count_samples, training_data, validation_loader
 from policyfit.trainer.sampler import epoch_order, read_streams
 
@@ -109,8 +110,14 @@ def data_of(source: Any, **changes: Any) -> TrainingData:
         "accumulate": 1,
         "pin_memory": False,
         "device_type": "cpu",
+        "facts": MachineFacts(),
     }
     return training_data(source, **settings | changes)
+
+
+def loader_of(source: Any, **changes: Any) -> Any:
+    settings: dict[str, Any] = {"workers": 0, "pin_memory": False, "device_type": "cpu", "facts": MachineFacts()}
+    return validation_loader(source, **settings | changes)
 
 
 def ids(data: TrainingData, epoch: int, start: int = 0) -> list[list[int]]:
@@ -255,7 +262,7 @@ def test_global_random_streams_stay_untouched(kind: str, workers: int) -> None:
 
 
 def test_validation_leaves_the_global_random_streams_untouched() -> None:
-    loader = validation_loader(Augmented(8), batch_size=4, workers=0, pin_memory=False, device_type="cpu")
+    loader = loader_of(Augmented(8), batch_size=4)
     before = read_streams()
     list(loader)
     assert same(before, read_streams())
@@ -324,7 +331,7 @@ def test_a_dataset_hears_of_every_epoch_where_its_samples_are_made(workers: int)
 def test_validation_does_not_tell_a_dataset_its_own_epoch() -> None:
     dataset = Telling(4)
     dataset.set_epoch(3)
-    loader = validation_loader(dataset, batch_size=4, workers=0, pin_memory=False, device_type="cpu")
+    loader = loader_of(dataset, batch_size=4)
     assert [batch.tolist() for batch in loader] == [[3] * 4]
 
 
@@ -346,7 +353,7 @@ def test_an_error_in_a_dataset_surfaces_with_the_index_and_its_cause(error: type
 
 
 def test_an_error_in_a_validation_dataset_surfaces_with_the_index() -> None:
-    loader = validation_loader(Failing(StopIteration), batch_size=2, workers=0, pin_memory=False, device_type="cpu")
+    loader = loader_of(Failing(StopIteration), batch_size=2)
     with pytest.raises(RuntimeError, match="Sample 5 of Failing"):
         list(loader)
 
@@ -586,7 +593,7 @@ def test_pinning_is_switched_off_with_a_note_where_the_device_does_not_pin(devic
             in data.notes
         )
         assert loader.pin_memory  # the user's own stays as it was
-        validation = validation_loader(loader, batch_size=2, workers=0, pin_memory=False, device_type=device_type)
+        validation = loader_of(loader, batch_size=2, device_type=device_type)
         assert isinstance(validation, DataLoader)
         assert not validation.pin_memory
 
@@ -638,7 +645,7 @@ def test_an_iterator_is_refused_because_it_can_be_read_once_only(source: Any) ->
     with pytest.raises(ConfigError, match="read once only"):
         data_of(source)
     with pytest.raises(ConfigError, match="read once only"):
-        validation_loader(source, batch_size=1, workers=0, pin_memory=False, device_type="cpu")
+        loader_of(source, batch_size=1)
 
 
 def test_what_is_no_data_is_refused() -> None:
@@ -684,23 +691,23 @@ def test_data_without_a_single_micro_batch_is_refused(source: Any) -> None:
 
 @pytest.mark.parametrize(
     ("device_type", "cpus", "expected"),
-    [("cpu", 64, 0), ("cuda", 64, 4), ("cuda", 3, 2), ("xpu", 1, 0), ("mps", None, 0)],
+    [("cpu", 64, 0), ("cuda", 64, 4), ("cuda", 3, 2), ("xpu", 1, 0), ("mps", 1, 0)],
 )
 def test_automatic_workers_follow_device_and_processors(
-    monkeypatch: pytest.MonkeyPatch, device_type: str, cpus: int | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, device_type: str, cpus: int, expected: int
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    facts = MachineFacts(cpu_count=cpus)
     monkeypatch.setattr(DataLoader, "check_worker_number_rationality", lambda self: None)
     for source, most in ((Ids(4), 4), (Stream(4), 1)):
-        loader = validation_loader(source, batch_size=2, workers="auto", pin_memory=False, device_type=device_type)
+        loader = loader_of(source, batch_size=2, workers="auto", device_type=device_type, facts=facts)
         assert isinstance(loader, DataLoader)
         assert loader.num_workers == min(expected, most)
 
 
-def test_workers_are_spawned_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.3")
+def test_workers_are_spawned_on_rocm() -> None:
     for source in (Ids(4), Stream(4)):
-        loader = validation_loader(source, batch_size=2, workers=1, pin_memory=True, device_type="cuda")
+        facts = MachineFacts(build="rocm")
+        loader = loader_of(source, batch_size=2, workers=1, pin_memory=True, device_type="cuda", facts=facts)
         assert isinstance(loader, DataLoader)
         assert loader.multiprocessing_context.get_start_method() == "spawn"
 
@@ -722,7 +729,7 @@ def test_several_processes_are_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_reads_in_order_and_the_same_at_every_pass(workers: int) -> None:
-    loader = validation_loader(Augmented(5), batch_size=2, workers=workers, pin_memory=False, device_type="cpu")
+    loader = loader_of(Augmented(5), batch_size=2, workers=workers)
     first, second = ([row for batch in loader for row in batch.tolist()] for _ in range(2))
     assert [row[0] for row in first] == [0, 1, 2, 3, 4]
     assert first == second
@@ -730,11 +737,11 @@ def test_validation_reads_in_order_and_the_same_at_every_pass(workers: int) -> N
 
 def test_validation_uses_a_dataloader_as_it_is() -> None:
     loader = DataLoader(Ids(4), 2, sampler=Reversed(4))
-    assert validation_loader(loader, batch_size=1, workers=0, pin_memory=False, device_type="cpu") is loader
+    assert loader_of(loader, batch_size=1) is loader
 
 
 def test_validation_of_an_empty_dataset_has_no_batch() -> None:
-    assert list(validation_loader([], batch_size=2, workers=0, pin_memory=False, device_type="cpu")) == []
+    assert list(loader_of([], batch_size=2)) == []
 
 
 @pytest.mark.parametrize(

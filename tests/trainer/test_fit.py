@@ -425,7 +425,7 @@ def test_a_run_without_a_folder_makes_a_new_one_and_says_which() -> None:
     trainers = [fit(max_steps=1) for _ in range(3)]
     folders = [trainer.run_dir for trainer in trainers]
     assert len(set(folders)) == 3
-    assert all(folder.parent == Path("runs") and folder.name.partition("-MLP")[1] for folder in folders)
+    assert all(folder.parent == Path("runs").absolute() and folder.name.partition("-MLP")[1] for folder in folders)
     assert all(json.loads((folder / "plan.json").read_text())["device"]["chosen"] == "cpu" for folder in folders)
 
 
@@ -454,7 +454,7 @@ def test_a_given_folder_is_used_once() -> None:
 
 def test_a_file_in_the_place_of_a_folder_is_refused() -> None:
     Path("here").write_text("mine")
-    with pytest.raises(ConfigError, match=r"run_dir must be a folder, but here is a file"):
+    with pytest.raises(ConfigError, match=r"run_dir must be a folder, but .*here is a file"):
         fit(run_dir="here")
     with pytest.raises(ConfigError, match="cannot be made"):
         fit(run_dir="here/below")

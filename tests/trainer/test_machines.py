@@ -13,7 +13,7 @@ from torch import nn
 
 from policyfit import BF16, FP16, BF16Support, DeviceUnavailableError, MachineFacts, PrecisionError
 from policyfit.strategies import GPU
-from policyfit.strategies.facts import tf32_support
+from policyfit.strategies.formats import tf32_support
 from policyfit.trainer.resolve import Choice, resolve_device, resolve_precision
 
 

@@ -163,7 +163,7 @@ def test_a_policy_without_anything_to_train_is_refused(policy: nn.Module) -> Non
 
 
 def test_parameters_without_a_shape_and_sparse_gradients_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weight has no shape yet.*Call the policy once"):
+    with pytest.raises(ConfigError, match=r"weight has no shape yet\.\nCall the policy once"):
         fit(nn.LazyLinear(3))
     with pytest.raises(ConfigError, match=r"1 makes sparse gradients.*\n.*sparse=False"):
         fit(nn.Sequential(nn.Linear(1, 1), nn.Embedding(3, 3, sparse=True)))
@@ -454,3 +454,41 @@ def test_the_one_line_trains_a_policy_that_brings_its_data(kind: type[Own]) -> N
     (run_dir,) = Path("runs").iterdir()
     assert records(run_dir)[-1]["step"] == 8
     assert (run_dir / "checkpoints" / "last" / "pretrained_model" / "model.safetensors").is_file()
+
+
+class WithoutIndex(MLP):
+    """Lightning lets batch_idx be left out, and gives a module its device."""
+
+    seen: torch.device | None = None
+
+    def training_step(self, batch: Batch) -> Tensor:
+        self.seen = self.device
+        return self(batch)
+
+
+def test_training_step_may_leave_batch_idx_out_and_has_its_device() -> None:
+    policy = WithoutIndex()
+    fit(policy)
+    assert policy.seen == torch.device("cpu")
+    assert not hasattr(policy, "device")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("traning_step", "training_step"),
+        ("validation_stpe", "validation_step"),
+        ("configure_optimizer", "configure_optimizers"),
+        ("train_dataloder", "train_dataloader"),
+    ],
+)
+def test_a_misspelt_method_is_refused_rather_than_never_called(written: str, meant: str) -> None:
+    cls = type("Misspelt", (MLP,), {written: lambda self, *_: None})
+    with pytest.raises(ConfigError, match=f"defines {written}, .* Did you mean {meant}"):
+        fit(cls())
+
+
+def test_an_unknown_hook_of_a_lightning_policy_is_refused() -> None:
+    cls = type("Hooked", (WithoutIndex,), {"on_train_epoch_strat": lambda self: None})
+    with pytest.raises(ConfigError, match="defines on_train_epoch_strat"):
+        fit(cls())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from policyfit import ConfigError
+from policyfit.strategies.facts import MachineFacts
 from policyfit.trainer.process import choose_threads, process_state, run_all
 
 
@@ -25,7 +27,7 @@ from policyfit.trainer.process import choose_threads, process_state, run_all
 def test_threads_follow_the_size_of_the_policy_unless_somebody_chose(
     device: str, parameters: int, environment: dict[str, str], threads: int | None, reason: str
 ) -> None:
-    found, why = choose_threads(device, parameters, environment)
+    found, why = choose_threads(device, parameters, MachineFacts(environment=tuple(environment.items())))
     assert found == threads
     assert reason in why
 
@@ -47,8 +49,8 @@ def test_every_switch_comes_back_also_after_an_error(fails: bool, warn_only: boo
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         before = snapshot()
-        with pytest.raises(KeyError) if fails else process_state(deterministic=False, threads=None, device_type="cpu"):
-            with process_state(deterministic=True, threads=2, device_type="cpu"):
+        with pytest.raises(KeyError) if fails else nullcontext():
+            with process_state(deterministic=True, threads=2, device_type="cpu", facts=MachineFacts()):
                 assert torch.are_deterministic_algorithms_enabled()
                 assert not torch.is_deterministic_algorithms_warn_only_enabled()
                 assert torch.get_num_threads() == 2
@@ -63,21 +65,20 @@ def test_every_switch_comes_back_also_after_an_error(fails: bool, warn_only: boo
 
 def test_without_wishes_nothing_is_changed() -> None:
     before = snapshot()
-    with process_state(deterministic=False, threads=None, device_type="cpu"):
+    with process_state(deterministic=False, threads=None, device_type="cpu", facts=MachineFacts()):
         assert snapshot() == before
 
 
-def test_deterministic_on_cuda_needs_its_workspace_and_on_the_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+def test_deterministic_on_cuda_needs_its_workspace_and_on_the_cpu_does_not() -> None:
     before = snapshot()
     with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8"):
-        with process_state(deterministic=True, threads=1, device_type="cuda"):
+        with process_state(deterministic=True, threads=1, device_type="cuda", facts=MachineFacts()):
             pytest.fail("it began")
     assert snapshot() == before
-    with process_state(deterministic=True, threads=None, device_type="cpu"):
+    with process_state(deterministic=True, threads=None, device_type="cpu", facts=MachineFacts()):
         pass
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with process_state(deterministic=True, threads=None, device_type="cuda"):
+    facts = MachineFacts(environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),))
+    with process_state(deterministic=True, threads=None, device_type="cuda", facts=facts):
         pass
 
 

@@ -11,7 +11,9 @@ import torch
 from policyfit.strategies.device import CPUDevice, CUDADevice, MPSDevice, XPUDevice
 from policyfit.strategies.errors import ConfigError, DeviceUnavailableError
 from policyfit.strategies.facts import GPU, MachineFacts
-from policyfit.trainer.resolve import choose_precision, resolve_device
+from policyfit.strategies.mixed import BF16, FP16
+from policyfit.strategies.scaler import GradScalerConfig
+from policyfit.trainer.resolve import NO_PRECISION, choose_precision, resolve_device, resolve_precision
 
 T4 = GPU(name="Tesla T4", capability=(7, 5))
 H200 = GPU(name="NVIDIA H200", capability=(9, 0), memory_bytes=150_121_545_728)
@@ -211,3 +213,80 @@ def test_automatic_precision_is_the_best_native_one(
     chosen, why = choose_precision(torch.device(device), facts)
     assert chosen == precision
     assert reason in why
+
+
+# Precision ------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("request_", [None, False, *NO_PRECISION, "No", "OFF", " none "])
+def test_every_way_to_say_no_is_full_precision(request_: Any) -> None:
+    choice = resolve_precision(request_, CPU, LAPTOP)
+    assert (choice.asked, choice.chosen, choice.reason) == ("no", "no", "")
+
+
+@pytest.mark.parametrize(
+    ("request_", "meant"),
+    [("half", "fp16"), ("32-true", "no"), ("bf16-mixed", "bf16"), ("b16", "bf16"), (True, "auto"), (0, "auto")],
+)
+def test_word_that_is_no_precision_is_an_error_with_the_nearest_one(request_: Any, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"precision must be no, bf16, .*\nUse precision='{meant}'\."):
+        resolve_precision(request_, CPU, LAPTOP)
+
+
+def test_precision_object_is_taken_as_it_is_and_says_so() -> None:
+    given = BF16()
+    choice = resolve_precision(given, CPU, LAPTOP)
+    assert choice.value is given
+    assert (choice.asked, choice.chosen, choice.reason) == ("bf16", "bf16", "an object was given")
+
+
+@pytest.mark.parametrize("request_", ["fp16", FP16(), FP16(allow_cpu=True)])
+def test_grad_scaler_goes_to_fp16_and_leaves_a_given_object_alone(request_: Any) -> None:
+    settings = GradScalerConfig(init_scale=8.0)
+    for given in (settings, {"init_scale": 8.0}):
+        value: Any = resolve_precision(request_, torch.device("cuda:0"), NVIDIA, given).value
+        assert value.settings == settings
+        assert value.allow_cpu == getattr(request_, "allow_cpu", False)
+    assert request_ == "fp16" or request_.settings == GradScalerConfig()
+
+
+@pytest.mark.parametrize("request_", ["no", "bf16", BF16(), None])
+def test_grad_scaler_without_a_loss_scale_is_refused(request_: Any) -> None:
+    name = getattr(request_, "name", request_ or "no")
+    with pytest.raises(ConfigError, match=f"precision='fp16', but precision is '{name}'\\.\nLeave grad_scaler out"):
+        resolve_precision(request_, CPU, LAPTOP, {"init_scale": 8.0})
+
+
+def test_grad_scaler_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"given twice, .*\nKeep the one in FP16"):
+        resolve_precision(FP16({"init_scale": 4.0}), torch.device("cuda:0"), NVIDIA, {"init_scale": 8.0})
+
+
+LAUNCHED: list[tuple[str, Any, bool]] = [
+    ("no", "bf16", True),  # what a launcher sets when it was told nothing
+    ("", "bf16", True),
+    ("bf16", "bf16", True),
+    ("bf16", BF16(), True),
+    ("BF16", "bf16", True),
+    ("fp16", "fp16", True),
+    ("fp16", "auto", True),  # the run leaves it open, and the plan says what it chose
+    ("fp16", "no", False),
+    ("fp16", None, False),
+    ("fp16", "bf16", False),
+    ("bf16", "fp16", False),
+    ("bf16", FP16(), False),
+    ("fp8", "bf16", False),
+]
+
+
+@pytest.mark.parametrize(("launched", "request_", "agrees"), LAUNCHED)
+def test_precision_of_a_launcher_must_be_that_of_the_run(launched: str, request_: Any, agrees: bool) -> None:
+    environment = (("ACCELERATE_MIXED_PRECISION", launched),)
+    facts = MachineFacts(build="cuda", cuda=(H200,), environment=environment)
+    if agrees:
+        resolve_precision(request_, torch.device("cuda:0"), facts)
+    else:
+        with pytest.raises(ConfigError, match=f"the launcher set ACCELERATE_MIXED_PRECISION={launched}.\nOnly the run"):
+            resolve_precision(request_, torch.device("cuda:0"), facts)

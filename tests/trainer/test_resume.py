@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from toys import assert_equal
 
 from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine
 from policyfit.trainer import state
+from policyfit.trainer.checkpoint import read_checkpoint
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -142,7 +143,7 @@ def test_no_sample_of_before_the_checkpoint_is_read_again(tmp_path: Path) -> Non
         Policy(), data, resume="last", optimizer=lambda p: AdamW(p, lr=1e-2),
         schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=17),
     )  # fmt: skip
-    new = trainer.micro_batches - state.read(trainer.checkpoints()[-2]).manifest["counters"]["micro_batches"]
+    new = trainer.micro_batches - read_checkpoint(trainer.checkpoints()[-2]).manifest["counters"]["micro_batches"]
     assert trainer.step == 19
     assert len(data.reads) <= 4 * new
 
@@ -192,18 +193,53 @@ def test_what_would_change_the_samples_is_refused_at_resume(
         Trainer("cpu", **settings).fit(Policy(), Augmented(), resume="last")  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_of_another_policy_is_refused_naming_the_parameters(tmp_path: Path) -> None:
+def resumed(run_dir: Path, policy: nn.Module, lr: float = 1e-2, total_steps: int = 17) -> None:
+    Trainer("cpu", max_steps=20, batch_size=4, seed=7, run_dir=run_dir).fit(
+        policy, Augmented(), resume="last", optimizer=lambda p: AdamW(p, lr=lr),
+        schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=total_steps),
+    )  # fmt: skip
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_naming_the_parameters(tmp_path: Path) -> None:
     start(tmp_path / "run", "no", Recorder())
-    with pytest.raises(CheckpointError, match=r"do not fit Other.*net\.4\.weight"):
-        Trainer("cpu", max_steps=20, batch_size=4, seed=7, run_dir=tmp_path / "run").fit(
-            Other(), Augmented(), resume="last"
-        )
+    wider = Policy()
+    wider.net[4] = nn.Linear(16, 4)
+    with pytest.raises(CheckpointError, match=r"do not fit Policy.*net\.4\.weight"):
+        resumed(tmp_path / "run", wider)
 
 
 class Other(Policy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[4] = nn.Linear(16, 4)
+    """Of the same shapes."""
+
+
+def test_a_checkpoint_of_another_policy_is_refused_although_its_weights_would_fit(tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    with pytest.raises(ConfigError, match=r"run that trains .*\.Policy, and this one trains .*\.Other"):
+        resumed(tmp_path / "run", Other())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 1e-3}, r"optimizer 0: lr was 0\.00166\d* and is now 0\.000166\d*"),
+        ({"total_steps": 20}, "schedule 0: total_steps was 17 and is now 20"),
+    ],
+)
+def test_another_curve_of_the_learning_rate_is_refused_at_resume(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    with pytest.raises(ConfigError, match=message):
+        resumed(tmp_path / "run", Policy(), **change)
+
+
+def test_another_optimizer_is_refused_at_resume(tmp_path: Path) -> None:
+    start(tmp_path / "run", "no", Recorder())
+    with pytest.raises(ConfigError, match="optimizer 0: class was AdamW and is now SGD"):
+        Trainer("cpu", max_steps=20, batch_size=4, seed=7, run_dir=tmp_path / "run").fit(
+            Policy(), Augmented(), resume="last", optimizer=lambda p: SGD(p, lr=1e-2),
+            schedule=lambda o: WarmupCosine(o, warmup_steps=5, total_steps=17),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("before", PRECISIONS)

@@ -185,11 +185,6 @@ def test_success_after_the_end_of_an_episode_does_not_count() -> None:
     assert report.successes_by_episode == [False, False, False]
 
 
-def test_episode_ends_at_max_steps() -> None:
-    report = run(Policy(), vector(Counter(), 2), episodes=3, seed=11, max_steps=3)
-    assert report.lengths == [3, 2, 3]
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_env_is_closed_once_and_modes_come_back_when_the_policy_fails(training: bool) -> None:
     class Failing(Policy):
@@ -234,10 +229,12 @@ def test_env_of_another_kind_is_refused(env: Any) -> None:
         run(Policy(), env)
 
 
-@pytest.mark.parametrize("options", [{"episodes": 0}, {"max_steps": 0}])
-def test_numbers_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        run(Policy(), Toy(Counter()), **options)
+@pytest.mark.parametrize(("name", "value"), [("episodes", 0), ("episodes", 2.5), ("seed", -1)])
+def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
+    calls: Counter[str] = Counter()
+    with pytest.raises(ConfigError, match=rf"{name} must be a whole number .*, got {value}\.\nUse "):
+        run(Policy(), Toy(calls), **{name: value})
+    assert calls["close"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -45,19 +45,34 @@ def test_a_folder_with_anything_of_a_run_is_not_free(mark: str) -> None:
 def test_the_newest_run_is_the_one_written_to_last_and_not_the_one_begun_last() -> None:
     for name, begun, written in (("first", 1000, 5000), ("second", 2000, 3000)):
         folder = Path("runs") / name
-        folder.mkdir(parents=True)
+        (folder / "checkpoints/000001").mkdir(parents=True)
+        (folder / "checkpoints/000001/manifest.json").write_text("")
         (folder / "config.yaml").write_text("")
         (folder / "metrics.jsonl").write_text("")
         os.utime(folder / "config.yaml", (begun, begun))
         os.utime(folder / "metrics.jsonl", (written, written))
+        os.utime(folder / "checkpoints", (begun, begun))
         os.utime(folder, (begun, begun))
-    (Path("runs") / "empty").mkdir()
+    (Path("runs") / "without").mkdir()
+    (Path("runs") / "without" / "config.yaml").write_text("")
     assert newest_run() == Path("runs/first")
 
 
 def test_there_must_be_a_run_to_be_the_newest() -> None:
-    with pytest.raises(ConfigError, match=r"there is no run under runs/"):
+    with pytest.raises(ConfigError, match=r"no run under runs/ has a checkpoint"):
         newest_run()
     Path("runs/empty").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"there is no run under runs/"):
+    with pytest.raises(ConfigError, match=r"no run under runs/ has a checkpoint"):
         newest_run()
+
+
+def test_a_run_without_a_checkpoint_is_not_said_to_be_resumable() -> None:
+    folder = Path("early")
+    folder.mkdir()
+    (folder / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="before its first checkpoint, so there is nothing to go on from: delete"):
+        check_free(folder)
+    (folder / "checkpoints/000003").mkdir(parents=True)
+    (folder / "checkpoints/000003/manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="resume='last'"):
+        check_free(folder)

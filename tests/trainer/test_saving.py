@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toys import MLP, InMemory, assert_equal, batches, mlp, weights
 
 from policyfit import Callback, Checkpoint, CheckpointError, Trainer
-from policyfit.trainer import trainer as trainer_module
+from policyfit.trainer import state as state_module
 from policyfit.trainer.checkpoint import CheckpointState, read_checkpoint
 from policyfit.trainer.saving import Saver, Snapshots
 
@@ -71,8 +71,8 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release, self.running, self.most = threading.Event(), 0, 0
-        self._write = trainer_module.write_checkpoint
-        monkeypatch.setattr(trainer_module, "write_checkpoint", self.write)
+        self._write = state_module.write_checkpoint
+        monkeypatch.setattr(state_module, "write_checkpoint", self.write)
 
     def write(self, folder: Path, state: CheckpointState) -> Path:
         self.running += 1
@@ -134,14 +134,14 @@ def test_training_in_the_background_is_bit_for_bit_training_in_the_foreground(tm
 def test_failed_save_in_the_background_ends_the_run_at_the_next_step_and_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = trainer_module.write_checkpoint
+    write = state_module.write_checkpoint
 
     def full_at_four(folder: Path, state: CheckpointState) -> Path:
         if folder.name == "000004":
             raise CheckpointError("No space left on device.")
         return write(folder, state)
 
-    monkeypatch.setattr(trainer_module, "write_checkpoint", full_at_four)
+    monkeypatch.setattr(state_module, "write_checkpoint", full_at_four)
     trainer = Trainer("cpu", max_steps=10_000, run_dir=tmp_path / "run", callbacks=[Checkpoint(every_steps=2)])
     with pytest.raises(CheckpointError, match="No space left"):
         trainer.fit(mlp(), InMemory(batches(4)))

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from .files import sync_folder
+from .checkpoint_files import sync_folder
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"[0-9]+")
@@ -28,7 +28,7 @@ def sibling(folder: Path, purpose: str) -> Path:
 def publish(temporary: Path, folder: Path) -> None:
     """Give the finished ``temporary`` its name; a checkpoint that has it makes way only then."""
     if not is_checkpoint(folder):
-        if STEP_NAME.fullmatch(folder.name) and folder.is_dir():
+        if STEP_NAME.fullmatch(folder.name) and folder.parent.name == "checkpoints" and folder.is_dir():
             folder.rename(f"{folder}.damaged-{secrets.token_hex(4)}")  # a step's, without its manifest
         temporary.rename(folder)  # refused by the system where something else is
         sync_folder(folder.parent)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..strategies.errors import CheckpointError
-from .tree import dumps, lay_flat, lay_out, loads, pack, unpack
+from .packing import dumps, lay_flat, lay_out, loads, pack, unpack
 
 T = TypeVar("T")
 
@@ -52,7 +52,9 @@ class FileWriter:
         """One JSON file of values without tensors."""
         packed, tensors = pack(value)
         if tensors:
-            raise CheckpointError(f"{name} keeps JSON values only, but {next(iter(tensors))} is a tensor.")
+            raise CheckpointError(
+                f"{name} keeps JSON values only, but {next(iter(tensors))} is a tensor.\nGive tensor.tolist()."
+            )
         self.text(name, dumps(packed))
 
     def tree(self, stem: str, value: Any) -> None:
@@ -81,7 +83,9 @@ class FileWriter:
             try:
                 save_file(flat, path, metadata)
             except (KeyError, ValueError) as error:
-                raise CheckpointError(f"{name} has a tensor that safetensors cannot keep: {error}.") from error
+                raise CheckpointError(
+                    f"{name} has a tensor that safetensors cannot keep: {error}.\nGive it another dtype."
+                ) from error
             path.chmod(mode)  # safetensors 0.8 leaves 0600, so that colleagues could not read the weights
             self._seal(name, path)
 
