@@ -1,12 +1,10 @@
-"""Sees every op of a micro-batch as torch runs it: after autocast, forward and backward, with the module it ran in."""
+"""Sees every op of a micro-batch as torch runs it, after autocast: what ran, in which module, in which dtype."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,140 +12,116 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .audit_flops import flops, is_matmul
-
 #: The path of what runs in no module of the policy, and of the policy's own code.
 OUTSIDE, POLICY = "(outside the policy)", "(policy)"
 
-_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_CASTS = ("_to_copy", "to")  # the latter of tensors made in inference mode
+_FLASH = "_scaled_dot_product_flash_attention"
 
-#: Ops that autocast passes by but that call, from inside, ops which it casts; and the op of torch's interface that
-#: brings them about, which autocast does not pass by on every device. A dispatch mode finds autocast switched off.
-_CASTS_INSIDE = {
-    "aten._transformer_encoder_layer_fwd": None,
-    "aten._native_multi_head_attention": None,
-    "aten.linalg_pinv": None,
-    "aten._trilinear": "aten::bilinear",
-}
-
-
-@dataclass(slots=True)
-class Tally:
-    """How often something came, and how much it was: FLOPs or bytes."""
-
-    count: int = 0
-    amount: int = 0
-
-    def add(self, amount: int = 0) -> None:
-        """One more."""
-        self.count += 1
-        self.amount += amount
+#: Matmuls without a formula in torch: their own, the name of an op with the same arguments that has one, or ``None``.
+_MATMULS: dict[str, Callable[..., int] | str | None] = {
+    f"{_FLASH}_for_cpu": _FLASH,
+    f"{_FLASH}_for_cpu_backward": f"{_FLASH}_backward",
+    "_scaled_dot_product_attention_math_for_mps": _FLASH,
+    "mv": lambda matrix, _: 2 * matrix.numel(),
+    "addmv": lambda _, matrix, __: 2 * matrix.numel(),
+    "dot": lambda a, _: 2 * a.numel(),
+    "vdot": lambda a, _: 2 * a.numel(),
+    "addbmm": lambda _, a, b: 2 * a.numel() * b.shape[2],
+    "linear": lambda x, weight, *_: 2 * x.numel() * weight.shape[0],
+    "linear_backward": lambda x, _, weight, mask: 2 * x.numel() * weight.shape[0] * sum(mask[:2]),
+    **dict.fromkeys(
+        ("_trilinear", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
+         "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward", "_lstm_mps", "lstm_mps_backward")
+    ),
+}  # fmt: skip
 
 
-class Matmul(NamedTuple):
-    """One kind of matmul, convolution or attention."""
+class Row(NamedTuple):
+    """What is counted together.
 
-    phase: Literal["forward", "backward"]
+    The dtype of a matmul (also a convolution or attention) is that of its operands, else that of the result. A
+    "cast back" only takes back a cast from 16 bits to float32. ``source`` is what a cast began with, else "".
+    """
+
+    kind: str  # "matmul", "cast", "cast back" or "other"
+    phase: str  # "forward" or "backward"
     module: str
     op: str
     device: str
-    dtype: torch.dtype
+    dtype: str
+    source: str = ""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is open; leaves results, gradients and random streams as they are.
-
-    Module paths come from hooks on all modules of the process, not of the policy: some modules of torch compute
-    differently once they carry hooks of their own.
-
-    Args:
-        policy: Whose modules are named.
-        with_modules: False installs no hooks, which would make ``torch.compile`` compile again.
-    """
+    """Counts ops while it watches: ``rows[row]`` is ``[times, FLOPs of matmuls or bytes that casts write]``."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, policy: nn.Module, *, with_modules: bool = True) -> None:
+    def __init__(self, policy: nn.Module) -> None:
+        from torch.utils.flop_counter import flop_registry  # looks for triton, which other runs need not do
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: defaultdict[tuple[str, torch.dtype], Tally] = defaultdict(Tally)
-        self.matmuls: defaultdict[Matmul, Tally] = defaultdict(Tally)
-        self.without_formula: defaultdict[str, Tally] = defaultdict(Tally)
-        self.casts: defaultdict[tuple[torch.dtype, torch.dtype], Tally] = defaultdict(Tally)
-        self.there_and_back: defaultdict[tuple[str, torch.dtype], Tally] = defaultdict(Tally)
-        self.float64: defaultdict[tuple[str, str], Tally] = defaultdict(Tally)
-        self._names = {id(module): name or POLICY for name, module in policy.named_modules()}
-        self._with_modules = with_modules
+        self._registry: Mapping[Any, Callable[..., Any]] = flop_registry
+        self.rows: dict[Row, list[int]] = {}
+        self._names = {module: name or POLICY for name, module in policy.named_modules()}
         self._stack: list[str] = []
         self._module_of_node: dict[int, str] = {}
         self._widened: Any = WeakTensorKeyDictionary()
-        self._open = ExitStack()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled; without this torch would run them op by op, with other bits."""
-        return True
-
-    def open(self) -> None:
-        """Begin to count."""
-        if self._with_modules:
-            self._open.callback(register_module_forward_pre_hook(self._enter_module).remove)
-            self._open.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
-        self._open.enter_context(self)
-
-    def close(self) -> None:
-        """End; a second time is harmless."""
-        self._open.close()
-        self._module_of_node.clear()
-        self._widened.clear()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count inside; compiled and fused modules run op by op for it, so that all of them is seen."""
+        fused = torch.backends.mha.get_fastpath_enabled()
+        enter = register_module_forward_pre_hook(self._enter_module)
+        leave = register_module_forward_hook(self._leave_module, always_call=True)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.compiler.set_stance("force_eager"), self:
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            leave.remove()
+            enter.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run the op and count it."""
-        kwargs = kwargs or {}
-        op = getattr(func, "_overloadpacket", func)
-        with _autocast_inside(op, args):
-            out = func(*args, **kwargs)
-        module = self._module()
-        if not getattr(func, "is_view", False):
-            self._count(op, module, args, kwargs, out)
+        out = func(*args, **(kwargs or {}))
+        op, module = getattr(func, "_overloadpacket", func), self._module()
+        result = next((o for o in (out if isinstance(out, tuple | list) else (out,)) if isinstance(o, Tensor)), None)
+        if result is not None and (str(op) == "aten.to" or not getattr(func, "is_view", False)):
+            self._count(op, module, args, kwargs or {}, out, result)
         return out
 
-    def _count(self, op: Any, module: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        result = _first_tensor(out)
-        if result is None:
-            return
-        if op is torch.ops.aten._to_copy and _is_cast(args[0], result):
-            self._count_cast(module, args[0], result)
-        elif is_matmul(op):
-            operands = [result] if str(op) in _CASTS_INSIDE else [*args, result]
-            operand = next((a for a in operands if isinstance(a, Tensor) and a.is_floating_point()), result)
-            phase: Literal["forward", "backward"] = "forward" if _node() is None else "backward"
-            price = flops(op, args, kwargs, out)
-            if price is None:
-                self.without_formula[_name(op)].add()
-            key = Matmul(phase, module, _name(op), str(operand.device), operand.dtype)
-            self.matmuls[key].add(price or 0)
-            self.ops[str(operand.device), operand.dtype].add()
-        else:
-            self.ops[str(result.device), result.dtype].add()
-        if result.dtype == torch.float64:
-            self.float64[module, _name(op)].add()
+    def _count(self, op: Any, module: str, args: Any, kwargs: Mapping[str, Any], out: Any, result: Tensor) -> None:
+        name = str(op).removeprefix("aten.")
+        kind, counted, amount, source = "other", result, 0, ""
+        if name in _CASTS and len({args[0].dtype, result.dtype} & _FLOATS) == 2:
+            kind = "cast back" if self._takes_back(args[0], result) else "cast"
+            amount, source = result.numel() * result.element_size(), _word(args[0].dtype)
+        elif op in self._registry or name in _MATMULS:
+            kind, amount = "matmul", self._flops(op, name, args, kwargs, out)
+            counted = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), result)
+        phase = "forward" if torch._C._current_autograd_node() is None else "backward"
+        row = Row(kind, phase, module, name, str(counted.device), _word(counted.dtype), source)
+        total = self.rows.setdefault(row, [0, 0])
+        total[0], total[1] = total[0] + 1, total[1] + amount
 
-    def _count_cast(self, module: str, source: Tensor, result: Tensor) -> None:
-        """A cast, and whether it only takes back what another did to the same, unchanged values."""
-        self.casts[source.dtype, result.dtype].add(_size(result))
+    def _takes_back(self, source: Tensor, result: Tensor) -> bool:
+        """Whether a cast only brings back the 16 bits that another cast widened, unchanged in between."""
+        if torch._C._current_autograd_node() is not None:  # a gradient passes a sum unchanged, by no fault of the sum
+            return False
         if source.is_inference() or result.is_inference():  # such tensors do not say whether they changed
-            return
-        if _node() is not None:  # a gradient passes through a sum unchanged, which is no fault of the sum
-            return
-        if source.dtype in _HALVES and result.dtype == torch.float32:
+            return False
+        if result.dtype == torch.float32 and source.itemsize == 2:
             self._widened[result] = (source.dtype, result._version)
         origin = source if source._base is None else source._base
-        if self._widened.get(origin) == (result.dtype, origin._version):
-            self.there_and_back[module, result.dtype].add(_size(result) + _size(source))
+        return bool(self._widened.get(origin) == (result.dtype, origin._version))
 
     def _module(self) -> str:
         """The path of the module under way; in backward that of the forward op whose gradient is computed."""
-        node = _node()
+        node = torch._C._current_autograd_node()
         if node is not None and not self._stack:
             return self._module_of_node.get(node._sequence_nr(), POLICY)
         module = self._stack[-1] if self._stack else POLICY
@@ -155,51 +129,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
         return module
 
+    def _flops(self, op: Any, name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+        """A multiplication and an addition each counted; 0 where no formula is known."""
+        own = _MATMULS.get(name)
+        if callable(own):
+            return own(*args)
+        formula = self._registry.get(op if own is None else getattr(torch.ops.aten, own))
+        try:
+            return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        except Exception:  # a formula that does not know this call's form; the report lists the op as without one
+            return 0
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), OUTSIDE))
+        self._stack.append(self._names.get(module, OUTSIDE))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+        self._stack.pop()
 
 
-@contextmanager
-def _autocast_inside(op: Any, args: Any) -> Iterator[None]:
-    """For the ops that need it, autocast as it was where they were called."""
-    if str(op) not in _CASTS_INSIDE:
-        yield
-        return
-    device = next(a.device.type for a in args if isinstance(a, Tensor))
-    caller = _CASTS_INSIDE[str(op)]
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        enabled = torch.is_autocast_enabled(device)
-    if caller is not None and torch._C._dispatch_has_kernel_for_dispatch_key(caller, f"Autocast{device.upper()}"):
-        enabled = False
-    torch.set_autocast_enabled(device, enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, False)
-
-
-def _node() -> Any:
-    """autograd's node under way; ``None`` outside of backward."""
-    return torch._C._current_autograd_node()
-
-
-def _name(op: Any) -> str:
-    return str(op).removeprefix("aten.")
-
-
-def _is_cast(source: Tensor, result: Tensor) -> bool:
-    return source.dtype != result.dtype and source.is_floating_point() and result.is_floating_point()
-
-
-def _size(tensor: Tensor) -> int:
-    """Bytes, also of the layouts that have no ``nbytes``."""
-    return tensor.numel() * tensor.element_size()
-
-
-def _first_tensor(out: Any) -> Tensor | None:
-    outputs = out if isinstance(out, tuple | list) else (out,)
-    return next((o for o in outputs if isinstance(o, Tensor)), None)
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

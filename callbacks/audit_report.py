@@ -2,109 +2,81 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from ..strategies.errors import PrecisionError
-from .audit_recorder import OUTSIDE, Matmul, Recorder, Tally
+from .audit_recorder import OUTSIDE, Row
 
 _SHOWN = 5  # names in a sentence; the JSON has all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionReport:
-    """The dtypes of one micro-batch, forward and backward.
-
-    ``matmuls`` are matmuls, convolutions and attention; their dtype is that of their operands, that of other ops
-    the dtype of their result. Views are no ops here, and casts are counted on their own.
-    """
+    """The dtypes of one micro-batch, forward and backward; ``rows`` are as ``Recorder`` counts them."""
 
     #: The step that the micro-batch belongs to, from 1.
     step: int
     precision: str
-    compute_dtype: torch.dtype
+    compute_dtype: str
     device: str
-    #: The policy is compiled, wholly or in part.
-    compiled: bool
-    recorder: Recorder
-    #: Modules with parameters, by path.
-    with_parameters: frozenset[str]
+    rows: dict[Row, list[int]]
+    #: The paths of the modules with parameters.
+    modules: frozenset[str]
+
+    @cached_property
+    def matmuls(self) -> dict[Row, list[int]]:
+        """The matmuls, convolutions and attentions, those with the most FLOPs first."""
+        found = [(row, total) for row, total in self.rows.items() if row.kind == "matmul"]
+        return dict(sorted(found, key=lambda entry: -entry[1][1]))
+
+    @cached_property
+    def ran(self) -> dict[str, list[str]]:
+        """The modules of the matmuls, by dtype."""
+        dtypes = dict.fromkeys(row.dtype for row in self.matmuls)
+        return {dtype: [row.module for row in self.matmuls if row.dtype == dtype] for dtype in dtypes}
 
     @cached_property
     def shares(self) -> dict[str, float]:
         """The share of each dtype in the FLOPs of all matmuls, from 0 to 1; empty where none are known."""
         flops = Counter[str]()
-        for key, tally in self.recorder.matmuls.items():
-            flops[word(key.dtype)] += tally.amount
-        total = flops.total()
-        return {name: amount / total for name, amount in flops.most_common()} if total else {}
-
-    @cached_property
-    def elsewhere(self) -> list[tuple[Matmul, Tally]]:
-        """The matmuls in another dtype than the precision's, those with the most FLOPs first."""
-        found = [(k, t) for k, t in self.recorder.matmuls.items() if k.dtype != self.compute_dtype]
-        return sorted(found, key=lambda entry: -entry[1].amount)
-
-    @cached_property
-    def never(self) -> dict[str, list[str]]:
-        """Modules with parameters that ran matmuls, none of them in the precision; and in which dtypes."""
-        ran: dict[str, set[torch.dtype]] = {}
-        for key in self.recorder.matmuls:
-            if key.module in self.with_parameters:
-                ran.setdefault(key.module, set()).add(key.dtype)
-        return {m: sorted(map(word, d)) for m, d in ran.items() if self.compute_dtype not in d}
+        for row, (_, amount) in self.matmuls.items():
+            flops[row.dtype] += amount
+        return {dtype: amount / flops.total() for dtype, amount in flops.most_common()} if flops.total() else {}
 
     @cached_property
     def findings(self) -> list[str]:
         """What a person should look at, one sentence each."""
-        recorder, asked = self.recorder, word(self.compute_dtype)
-        total = sum(tally.count for tally in recorder.matmuls.values())
-        found = []
-        for dtype, modules in _by_dtype(self.elsewhere).items():
-            share = f" ({self.shares[dtype]:.1%} of their FLOPs)" if dtype in self.shares else ""
-            found.append(
-                f"in {dtype}, not in {asked}: {modules.total()} of {total} matmuls and convolutions{share}, in "
-                f"{_listed(modules)}"
-            )
-        if self.never:
-            found.append(f"never in {asked}: all matmuls and convolutions of {_listed(self.never)}")
-        outside = sum(tally.count for key, tally in recorder.matmuls.items() if key.module == OUTSIDE)
-        if outside:
-            found.append(f"in modules that are not part of the policy: {outside} of {total} matmuls and convolutions")
-        strangers = {key.device: 0 for key in recorder.matmuls if not self._is_here(key.device)}
-        if strangers:
-            found.append(f"matmuls and convolutions ran on {_listed(strangers)}, not on {self.device} alone")
-        back = {f"{module} ({word(half)})": t.count for (module, half), t in recorder.there_and_back.items()}
-        if back:
-            found.append(
-                f"cast from 16 bits to float32 and back unchanged: {sum(back.values())} times, in {_listed(back)}"
-            )
-        doubles = {f"{module} ({op})": tally.count for (module, op), tally in recorder.float64.items()}
-        if doubles and self.compute_dtype != torch.float64:
-            found.append(f"in float64: {sum(doubles.values())} ops, in {_listed(doubles)}")
-        if recorder.without_formula:
-            found.append(f"no FLOPs are known for {_listed(recorder.without_formula)}, so they are in no share")
-        if self.compiled:
-            found.append(
-                "the policy is compiled: the audit sees nothing inside compiled graphs but the library kernels that "
-                "they call, and no modules; audit a run with compile=False to see all"
-            )
+        asked, rows, matmuls, ran = self.compute_dtype, self.rows, self.matmuls, self.ran
+        here = self.device.partition(":")[0]
+        elsewhere = [row.device for row in matmuls if not row.device.startswith(here)]
+        found = [
+            f"in {dtype}, not in {asked}: {self.shares.get(dtype, 0):.1%} of the FLOPs of matmuls, in {_listed(names)}"
+            for dtype, names in ran.items()
+            if dtype != asked
+        ]
+        for text, names in (
+            (f"never in {asked}: all matmuls of",
+             [r.module for r in matmuls if r.module in self.modules and r.module not in ran.get(asked, [])]),
+            ("outside the policy's modules: the matmuls", [r.op for r in matmuls if r.module == OUTSIDE]),
+            (f"on another device than {here}: matmuls on", elsewhere),
+            ("cast from 16 bits to float32 and back unchanged in", [r.module for r in rows if r.kind == "cast back"]),
+            ("in float64: ops in", [f"{r.module} ({r.op})" for r in rows if r.dtype == "float64" != asked]),
+            ("in no share, as no FLOPs are known:", [r.op for r, (_, amount) in matmuls.items() if not amount]),
+        ):  # fmt: skip
+            if names:
+                found.append(f"{text} {_listed(names)}")
         return found
 
     @property
     def summary(self) -> str:
         """One line."""
-        shares = ", ".join(f"{share:.1%} in {name}" for name, share in self.shares.items())
-        what = f"FLOPs of matmuls and convolutions: {shares}" if shares else "no FLOPs of matmuls and convolutions seen"
-        return f"audited step {self.step}: {what}; findings: {len(self.findings)}"
-
-    def _is_here(self, device: str) -> bool:
-        return torch.device(device).type == torch.device(self.device).type
+        shares = ", ".join(f"{share:.1%} in {dtype}" for dtype, share in self.shares.items()) or "none known"
+        return f"audited step {self.step}: FLOPs of matmuls: {shares}; findings: {len(self.findings)}"
 
     def check(self) -> None:
         """Refuse a mixed precision in which nothing ran.
@@ -112,71 +84,48 @@ class PrecisionReport:
         Raises:
             PrecisionError: The precision computes in 16 bits, and no matmul or convolution did.
         """
-        if self.compute_dtype == torch.float32 or self.compiled:
+        asked, ran = self.compute_dtype, self.ran
+        if asked not in ("bfloat16", "float16") or asked in ran:
             return
-        if len(self.elsewhere) < len(self.recorder.matmuls):
-            return
-        asked = f"precision={self.precision!r} was requested, but of the audited step"
-        if not self.elsewhere:
-            raise PrecisionError(
-                f"{asked} no matmul or convolution was seen, so nothing computes in {word(self.compute_dtype)}.\n"
-                "Use precision='no'."
-            )
-        ran = "; ".join(
-            f"{m.total()} ran in {dtype}, in {_listed(m)}" for dtype, m in _by_dtype(self.elsewhere).items()
-        )
+        places = "; ".join(f"{dtype} ran in {_listed(names)}" for dtype, names in ran.items())
+        remedy = "Look there for torch.autocast(..., enabled=False) or one of another dtype, and remove it; or use"
         raise PrecisionError(
-            f"{asked} no matmul or convolution computed in {word(self.compute_dtype)}: {ran}.\n"
-            "Look there for torch.autocast(..., enabled=False) or an autocast of another dtype, and remove it; or use "
-            "precision='no'."
+            f"precision={self.precision!r} was requested, but no matmul or convolution of step {self.step} computed in "
+            f"{asked}: {places or 'there was none at all'}.\n{remedy if ran else 'Use'} precision='no'."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: what ``precision_audit.json`` holds."""
-        recorder = self.recorder
-        return {
-            "step": self.step,
-            "precision": self.precision,
-            "compute_dtype": word(self.compute_dtype),
-            "device": self.device,
-            "compiled": self.compiled,
-            "shares": self.shares,
-            "findings": self.findings,
-            "ops": [{"device": d, "dtype": word(t), "ops": tally.count} for (d, t), tally in recorder.ops.items()],
-            "matmuls": [_entry(key, tally) for key, tally in recorder.matmuls.items()],
-            "other_precision": [_entry(key, tally) for key, tally in self.elsewhere],
-            "never_in_precision": [{"module": m, "dtypes": dtypes} for m, dtypes in self.never.items()],
-            "outside_policy": [_entry(k, tally) for k, tally in recorder.matmuls.items() if k.module == OUTSIDE],
-            "casts": [
-                {"from": word(a), "to": word(b), "casts": tally.count, "bytes": tally.amount}
-                for (a, b), tally in recorder.casts.items()
-            ],
-            "there_and_back": [
-                {"module": m, "dtype": word(d), "casts": tally.count, "bytes": tally.amount}
-                for (m, d), tally in recorder.there_and_back.items()
-            ],
-            "float64": [{"module": m, "op": op, "ops": tally.count} for (m, op), tally in recorder.float64.items()],
-            "without_formula": {op: tally.count for op, tally in recorder.without_formula.items()},
-        }
+        names = ("step", "precision", "compute_dtype", "device", "shares", "findings")
+        rows = [{**row._asdict(), "times": times, "amount": amount} for row, (times, amount) in self.rows.items()]
+        return {**{name: getattr(self, name) for name in names}, "rows": rows}
 
 
-def word(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+def print_report(report: PrecisionReport) -> None:
+    """Print a table of dtypes, devices and kinds, and the findings below it."""
+    before = random.getstate()  # rich draws from python's stream while it is imported
+    from rich.console import Console
+    from rich.table import Table
+
+    random.setstate(before)
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for row, (times, amount) in report.rows.items():
+        dtype = f"{row.source} -> {row.dtype}" if row.source else row.dtype
+        total = totals.setdefault((dtype, row.device, row.kind), [0, 0])
+        total[0], total[1] = total[0] + times, total[1] + amount
+    table = Table("dtype", "device", "kind", "times", "FLOPs or bytes", box=None, pad_edge=False)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for key, (times, amount) in sorted(totals.items(), key=lambda entry: (entry[0][2], -entry[1][1])):
+        table.add_row(*key, f"{times:,}", f"{amount:,}" if amount else "")
+    console = Console()
+    console.print(f"precision audit of step {report.step}: precision {report.precision}, on {report.device}")
+    console.print(table)
+    for finding in report.findings or ["nothing else to look at"]:
+        console.print(f"- {finding}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _entry(key: Matmul, tally: Tally) -> dict[str, Any]:
-    return {**key._asdict(), "dtype": word(key.dtype), "ops": tally.count, "flops": tally.amount}
-
-
-def _by_dtype(entries: Iterable[tuple[Matmul, Tally]]) -> dict[str, Counter[str]]:
-    """How many matmuls ran in each dtype, by module, in the order of the entries."""
-    found: dict[str, Counter[str]] = {}
-    for key, tally in entries:
-        found.setdefault(word(key.dtype), Counter())[key.module] += tally.count
-    return found
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    shown = ", ".join(list(names)[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+def _listed(names: Iterable[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    shown = ", ".join(unique[:_SHOWN])
+    return shown if len(unique) <= _SHOWN else f"{shown} and {len(unique) - _SHOWN} more"

@@ -55,7 +55,7 @@ class Callback:
         """Whether ``on_due`` is to come at this step. A pure function of step, settings and clock: asked often."""
         return False
 
-    def evaluating(self, trainer: Trainer, policy: nn.Module) -> AbstractContextManager[None]:
+    def around_evaluation(self, trainer: Trainer, policy: nn.Module) -> AbstractContextManager[None]:
         """A context around every validation and rollout: change the policy for it, and put it back whatever happens."""
         return nullcontext()
 
@@ -169,7 +169,7 @@ class CallbackList:
             hook: tuple(getattr(c, hook) for c in self._callbacks if _overrides(c, hook)) for hook in HOOKS
         }
         self.with_due = tuple(c for c in self._callbacks if _overrides(c, "due"))
-        self._evaluating = tuple(c for c in self._callbacks if _overrides(c, "evaluating"))
+        self._around_evaluation = tuple(c for c in self._callbacks if _overrides(c, "around_evaluation"))
         self.need_outcome_now = any(c.needs_outcome_now for c in self._callbacks)
 
     def __iter__(self) -> Iterator[Callback]:
@@ -184,11 +184,11 @@ class CallbackList:
             bound(*arguments)
 
     @contextmanager
-    def evaluating(self, trainer: Trainer, policy: nn.Module) -> Iterator[None]:
+    def around_evaluation(self, trainer: Trainer, policy: nn.Module) -> Iterator[None]:
         """The contexts of all callbacks that have one, entered in list order."""
         with ExitStack() as stack:
-            for callback in self._evaluating:
-                stack.enter_context(callback.evaluating(trainer, policy))
+            for callback in self._around_evaluation:
+                stack.enter_context(callback.around_evaluation(trainer, policy))
             yield
 
     def state_dict(self) -> dict[str, Any]:

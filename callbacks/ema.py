@@ -40,11 +40,10 @@ class EMA(Callback):
         self.decay, self.warmup, self.evaluate = decay, warmup, evaluate
         #: The steps that the average has seen.
         self.steps = 0
-        self._policy: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
         self._averages: list[Tensor] = []
         self._resumed = False
-        self._versions: list[int] | None = None
+        self._norms: list[float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps it has seen; the average itself stands in ``pretrained_model_ema/``."""
@@ -67,7 +66,7 @@ class EMA(Callback):
                 "A run keeps one EMA: a checkpoint has one place for averaged weights, and so has a validation.\n"
                 "Remove the others from callbacks."
             )
-        self._policy, self._parameters, self._averages, self._versions = None, [], [], None
+        self._parameters, self._averages, self._norms = [], [], None
 
     def on_save_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Add the policy with averaged weights."""
@@ -113,9 +112,10 @@ class EMA(Callback):
         self.steps += 1
 
     @contextmanager
-    def evaluating(self, trainer: Trainer, policy: nn.Module) -> Iterator[None]:
+    def around_evaluation(self, trainer: Trainer, policy: nn.Module) -> Iterator[None]:
         """Let the averaged weights stand in for the raw ones, in the parameters' own memory."""
-        if not self.evaluate or policy is not self._policy or self._changed_since(trainer):
+        own = {id(p) for p in policy.parameters()}  # another policy, or one around the run's
+        if not self.evaluate or not any(id(p) in own for p in self._parameters) or self._changed_since(trainer):
             yield
             return
         raw = [p.detach().clone() for p in self._parameters]
@@ -125,26 +125,32 @@ class EMA(Callback):
         finally:
             self._fill_parameters(raw)
 
-    def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Note which weights the average belongs to, for what is evaluated after the run."""
+        self._norms = self._norms_now()
+
+    def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """The same for a run that failed; the next one is another, unless a state is loaded for it."""
         if stage == "fit":
             self._resumed = False
-            self._versions = [p._version for p in self._parameters]
+            self._norms = self._norms or self._norms_now()
 
     def _begin(self, trainer: Trainer, policy: nn.Module) -> None:
         held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
-        self._policy = policy
         self._parameters = [p for p in policy.parameters() if id(p) in held]
         self._averages = [
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters
         ]
 
     def _changed_since(self, trainer: Trainer) -> bool:
-        if self._versions is None or self._versions == [p._version for p in self._parameters]:
+        if self._norms is None or self._norms == self._norms_now():
             return False
         message = "the weights were changed after the run, so they are used as they are, and not the run's average"
         trainer.event("warning", source="EMA", message=message)
         return True
+
+    def _norms_now(self) -> list[float]:
+        return [float(p.detach().norm()) for p in self._parameters]
 
     def _fill_parameters(self, values: list[Tensor]) -> None:
         # Through .data: a backward under way may hold the weights, which are the same again when it goes on.

@@ -53,8 +53,7 @@ class OverflowReport(Callback):
         """Report a skip."""
         # Settled late, the update is followed by micro-batches of the next one.
         losses = {n: self._losses.pop(n) for n in list(self._losses) if n < outcome.micro_batches}
-        window = [kept for kept in self._kept if kept.number < outcome.micro_batches]
-        self._kept = self._kept[len(window) :]
+        window, self._kept = self._kept, []
         if outcome.landed or outcome.norms is None:
             return
         names = _worst_first(outcome)

@@ -68,15 +68,12 @@ class KeptMicroBatch:
             share: What the loss contributed to its window's, before any loss scale.
         """
         bad = _non_finite_entries(self._batch)
-        watch, now = _Watch(policy), _Moment(trainer, policy, weights=True)
-        gradients = [(p, p.grad) for p in policy.parameters()]
-        try:
+        watch = _Watch(policy)
+        with rehearsing(trainer, policy):
             self._before.put_back()
-            for parameter, _ in gradients:
-                parameter.grad = None
             for module in policy.modules():
                 module._compiled_call_impl = None  # eager, in which modules can be told apart
-            with trainer.collecting(lambda name, value: None), watch.forward():
+            with watch.forward():
                 loss = trainer.training_loss(self._batch, self._index)
             if loss is None:
                 return None
@@ -92,10 +89,24 @@ class KeptMicroBatch:
                 return None
             op, name = watch.first_gradient
             return Origin(what="gradient", module=name, op=op, micro_batch=self._index, batch=bad)
-        finally:
-            now.put_back()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+
+
+@contextmanager
+def rehearsing(trainer: Trainer, policy: nn.Module) -> Iterator[None]:
+    """Compute inside as in the run, from no gradients; all that ``_Moment`` follows and the gradients come back.
+
+    What is logged inside is dropped.
+    """
+    now, gradients = _Moment(trainer, policy, weights=True), [(p, p.grad) for p in policy.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with trainer.collecting(lambda name, value: None):
+            yield
+    finally:
+        now.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 class _Watch:
@@ -148,10 +159,8 @@ class _Watch:
         self._owners.append(self._stack[-1] if self._stack else POLICY)
 
     def _after_node(self, op: str, owner: str, gradients_in: Any, gradients_out: Any) -> None:
-        if self.first_gradient is not None:
-            return
-        # Where finite gradients are added to one that is not, it is what arrives at an op.
-        if not _finite(gradients_out) or not _finite(gradients_in):
+        # Where finite gradients were added to one that is not, it is the op that gets it.
+        if self.first_gradient is None and not _finite(gradients_in):
             self.first_gradient = (op, owner)
 
 

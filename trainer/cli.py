@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot b
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ examples:
   policyfit checkpoints runs/NAME                          which there are, and whether they are whole
   policyfit doctor                                         what this machine offers
 """
+WIDTH = 120  # of an error that goes to a file
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
 
 
@@ -52,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         elif not known:
             error.add_note("Run again with --debug for the traceback.")
+        for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", str(error))):
+            form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
+            error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
         _show(error, known=known)
         return error.exit_code if isinstance(error, PolicyfitError) else 1
     return 0
@@ -76,7 +81,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if chosen is None:
         return parser.parse_args(arguments)
     options = [option for action in chosen._actions for option in action.option_strings if option.startswith("--")]
-    own, keys = _split(arguments, options, takes_keys=bool(chosen.get_default("takes_keys")))
+    elsewhere = {option: name for name, other in of_commands.items() for option in other._option_string_actions}
+    own, keys = _split(arguments, options, elsewhere, takes_keys=bool(chosen.get_default("takes_keys")))
     return parser.parse_args(own, argparse.Namespace(keys=keys))
 
 
@@ -121,16 +127,27 @@ def _take_a_checkpoint(parser: argparse.ArgumentParser, keys: dict[str, str]) ->
     parser.add_argument("--weights", default="raw", help='"raw" (the default), or "ema" for the average of EMA')
 
 
-def _split(arguments: list[str], options: list[str], *, takes_keys: bool) -> tuple[list[str], list[tuple[str, str]]]:
-    """The command's own arguments, and the ``--section.key=VALUE`` or ``--section.key VALUE`` pairs."""
+def _split(
+    arguments: list[str], options: list[str], elsewhere: dict[str, str], *, takes_keys: bool
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """The command's own arguments, and the ``--section.key=VALUE`` or ``--section.key VALUE`` pairs.
+
+    ``elsewhere`` names a command for every option that some command has.
+    """
     own: list[str] = []
     keys: list[tuple[str, str]] = []
     rest = iter(arguments)
     for argument in rest:
         option, given, text = argument.partition("=")
+        if option == "--":
+            raise ConfigError(f"{argument} names no option.\nWrite --section.key=VALUE, or leave it out.")
+        if option in options and given and not text.strip():
+            raise ConfigError(f"{argument} is empty.\nGive a value, or leave {option} out.")
         if not option.startswith("--") or option in options:
             own.append("--resume=last" if argument == "--resume" else argument)
             continue
+        if option in elsewhere and not (takes_keys and option.removeprefix("--") in commands.EVAL_KEYS):
+            raise ConfigError(f"{option} is an option of {elsewhere[option]}.\nLeave it out here.")
         near = [o for o in options if o.startswith(option)] or get_close_matches(option, options, n=1, cutoff=0.8)
         if near or not takes_keys:
             advice = f"Did you mean {near[0]}?" if near else f"Valid here: {', '.join(options)}."
@@ -149,6 +166,7 @@ def _show(error: Exception, *, known: bool) -> None:
 
     text = "\n".join([str(error) if known else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     console = Console(stderr=True)
-    if not console.is_terminal:  # a log keeps its lines whole, so that they can be searched
-        console.width = max(console.width, *(len(line) + 4 for line in text.splitlines()), 0)
+    if not console.is_terminal:  # prose is wrapped in a log, too, but a path in it stays whole
+        longest = max(len(line) for line in text.splitlines())
+        console.width = max(80, min(longest + 4, WIDTH), *(len(word) + 4 for word in text.split()))
     console.print(Panel(Text(text), title=type(error).__name__, border_style="red"))

@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..strategies.errors import CheckpointError, ConfigError
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .config import RunConfig, RunRecipe
+    from .plan import Plan
     from .rollout import RolloutReport
     from .trainer import Trainer
 
 #: The options of ``validate`` and of ``eval`` that stand in place of a key of the run.
 VALIDATE_KEYS = {"device": "device", "precision": "precision", "tf32": "tf32"}
-EVAL_KEYS = {**VALIDATE_KEYS, "episodes": "eval.episodes", "seed": "eval.seed"}
+EVAL_KEYS = {**VALIDATE_KEYS, "env": "eval.env", "episodes": "eval.episodes", "seed": "eval.seed"}
 
 
 def fit(request: argparse.Namespace) -> None:
@@ -35,16 +36,21 @@ def fit(request: argparse.Namespace) -> None:
     with config.importable():
         run = resolve(config)
         trainer = _seeded_trainer(run)
-        policy = run.build("policy")
-        trainer.fit(
-            policy,
-            run.build("data", "train"),
-            run.build("data", "val"),
-            optimizer=run.maker("optimizer"),
-            schedule=run.maker("schedule"),
-            resume=request.resume,
-        )
-        env = run.build("eval", "env")
+        policy = _policy(run)
+        train_data, val_data = run.build("data", "train"), run.build("data", "val")
+        env = run.build("eval", "env")  # before the fit: a mistake in it is to be known before hours of training
+        with ExitStack() as unused:
+            if hasattr(env, "reset") and hasattr(env, "close"):  # an environment, and not what makes one
+                unused.callback(env.close)
+            trainer.fit(
+                policy,
+                train_data,
+                val_data,
+                optimizer=run.maker("optimizer"),
+                schedule=run.maker("schedule"),
+                resume=request.resume,
+            )
+            unused.pop_all()  # the evaluation closes it
         if env is not None:
             report = trainer.evaluate(policy, env, **run.evaluation)
             _report(report, trainer, trainer.run_dir / "eval.json")
@@ -58,7 +64,9 @@ def plan(request: argparse.Namespace) -> None:
     with config.importable():
         run = resolve(config)
         trainer = _seeded_trainer(run)
-        plan = trainer.dry_run(run.build("policy"), optimizer=run.maker("optimizer"), schedule=run.maker("schedule"))
+        policy = _policy(run)
+        plan = trainer.dry_run(policy, optimizer=run.maker("optimizer"), schedule=run.maker("schedule"))
+        _add_settings(plan, run, policy)
     print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
 
 
@@ -66,7 +74,7 @@ def validate(request: argparse.Namespace) -> None:
     """Print the means of a checkpoint's policy over its run's validation data."""
     from .config import resolve_validation
 
-    with _trained(request, VALIDATE_KEYS, resolve_validation) as (run, trainer, policy):
+    with _trained(request, VALIDATE_KEYS, resolve_validation) as (run, trainer, policy, _):
         metrics = trainer.validate(policy, run.build("data", "val"))
     if trainer.is_main:
         print("\n".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items())))
@@ -76,7 +84,9 @@ def evaluate(request: argparse.Namespace) -> None:
     """Let a checkpoint's policy act in its run's environment."""
     from .config import resolve_evaluation
 
-    with _trained(request, EVAL_KEYS, resolve_evaluation) as (run, trainer, policy):
+    with _trained(request, EVAL_KEYS, resolve_evaluation) as (run, trainer, policy, origin):
+        if trainer.is_main:
+            print(f"{origin}  device {trainer.device.name}  precision {trainer.precision.name}", flush=True)
         _report(trainer.evaluate(policy, run.build("eval", "env"), **run.evaluation), trainer)
 
 
@@ -109,10 +119,19 @@ def doctor(request: argparse.Namespace) -> None:
     print(main_text())
 
 
+class _Trained(NamedTuple):
+    """A checkpoint's policy with the rest of its run; ``origin`` says whose weights it has."""
+
+    run: RunRecipe
+    trainer: Trainer
+    policy: nn.Module
+    origin: str
+
+
 @contextmanager
 def _trained(
     request: argparse.Namespace, keys: dict[str, str], resolve: Callable[[RunConfig], RunRecipe]
-) -> Iterator[tuple[RunRecipe, Trainer, nn.Module]]:
+) -> Iterator[_Trained]:
     """A checkpoint's policy, and of its run what ``resolve`` makes of the config and the options."""
     from .config import read_run
     from .load import load
@@ -122,14 +141,16 @@ def _trained(
     config_file = _config_of(Path(request.checkpoint))
     checkpoint = newest_checkpoint(Path(request.checkpoint), lambda text: print(text, file=sys.stderr))
     # The device that the run was on, not what its "auto" would choose here: never another one in silence.
-    given = {"device": read_manifest(checkpoint)["device"]}
+    manifest = read_manifest(checkpoint)
+    given = {"device": manifest["device"]}
     given |= {name: text for name in keys if (text := getattr(request, name)) is not None}
     config = read_run([config_file], [(keys[name], text) for name, text in given.items()])
     with config.importable():
         run = resolve(config)
         trainer: Trainer = run.trainer.build()
         policy = load(checkpoint, device=trainer.device, precision=trainer.precision, weights=request.weights)
-        yield run, trainer, policy
+        step = manifest["counters"]["step"]
+        yield _Trained(run, trainer, policy, f"checkpoint {checkpoint}  step {step}  weights {request.weights}")
 
 
 def _with_audit(config: RunConfig) -> RunConfig:
@@ -154,6 +175,43 @@ def _seeded_trainer(run: RunRecipe) -> Trainer:
     if trainer.config["trainer"]["seed"] is not None:
         seed_everything(trainer.config["trainer"]["seed"])
     return trainer
+
+
+def _policy(run: RunRecipe) -> nn.Module:
+    """The policy, refused where the run is to evaluate it and it cannot act."""
+    policy: nn.Module = run.build("policy")
+    if ("eval", "env") in run.recipes and not callable(getattr(policy, "select_action", None)):
+        raise run.config.fault(
+            ("eval",),
+            f"eval needs a policy that can act, but {type(policy).__name__} has no select_action.\n"
+            "Add select_action(observation), which returns actions of shape (num_envs, action), or leave eval out.",
+        )
+    return policy
+
+
+def _add_settings(plan: Plan, run: RunRecipe, policy: nn.Module) -> None:
+    """What the settings alone say of a run; no data is drawn and no environment made for it."""
+    from .policy import brings
+    from .recipe import name_of
+
+    values: dict[str, Any] = run.config.values["trainer"]
+
+    def said(units: dict[str, str], between: str, nothing: str) -> str:
+        parts = [text.format(values[key]) for key, text in units.items() if values[key]]
+        return between.join(parts) or nothing
+
+    plan.add("length", "", said({"max_steps": "{:,} steps", "max_epochs": "{:,} epochs"}, " or ", "1 epoch"))
+    window = f", {values['accumulate']} a window" if values["accumulate"] > 1 else ""
+    plan.add("batch", "", f"micro-batches of {values['batch_size']}{window}", "a DataLoader brings its own size")
+    plan.add("clip", "", said({"clip_norm": "norm {}", "clip_value": "value {}"}, ", ", "none"))
+    when = f"every {values['val_every']:,} steps and at the end" if values["val_every"] else "at the end"
+    validates = ("data", "val") in run.recipes or brings(policy, "val_dataloader")
+    plan.add("validation", "", when if validates else "none", "" if validates else "there is no data for it")
+    if ("eval", "env") in run.recipes:
+        env, first = name_of(run.recipes["eval", "env"].target), run.evaluation["seed"]
+        plan.add("eval", "", f"{run.evaluation['episodes']} episodes of {env}, seeds from {first} on")
+    else:
+        plan.add("eval", "", "none", "the run names no eval.env")
 
 
 def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -> None:

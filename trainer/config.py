@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..strategies.checks import seed_number, whole
 from ..strategies.errors import ConfigError
 from . import strict_yaml
 from .hints import parameters
@@ -36,6 +37,10 @@ class _Evaluation:
     env: Any = None
     episodes: int = 50
     seed: int = 10_000
+
+    def __post_init__(self) -> None:
+        whole("eval.episodes", self.episodes, 1, "Use 1 for a single episode, or leave eval out for none.")
+        seed_number("eval.seed", self.seed)
 
 
 def _subclass_of(base: type) -> Callable[[type], bool]:
@@ -144,7 +149,7 @@ def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] =
         code += [str((folder / entry).resolve()) for entry in named]
     for key, text in overrides:
         path, overlay = _override(config, key, strict_yaml.read_word(text, f"--{key}={text}"))
-        config = _lay_over(config, overlay, {path: Mark("command line")})
+        config = _lay_over(config, overlay, dict.fromkeys(_paths(overlay), Mark("command line")), outer=path[:-1])
     return RunConfig({**config.values, "code": list(dict.fromkeys(code))}, config.marks)
 
 
@@ -220,7 +225,10 @@ def _afterwards(config: RunConfig, values: dict[str, Any], recipes: dict[tuple[s
     return RunRecipe(RunConfig(values, config.marks), trainer, recipes)
 
 
-def _lay_over(config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPath, Mark]) -> RunConfig:
+def _lay_over(
+    config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPath, Mark], outer: KeyPath = ()
+) -> RunConfig:
+    """Lay values over those of a run; what leads to ``outer`` keeps the place where it was said first."""
     replaced: list[KeyPath] = []
 
     def merge(base: Mapping[str, Any], over: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
@@ -237,7 +245,16 @@ def _lay_over(config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPa
 
     merged = merge(config.values, values, ())
     kept = {p: m for p, m in config.marks.items() if not any(p[: len(gone)] == gone for gone in replaced)}
-    return RunConfig(merged, {**kept, **marks})
+    way = {outer[:length] for length in range(1, len(outer) + 1)} & kept.keys()
+    return RunConfig(merged, {**kept, **{path: mark for path, mark in marks.items() if path not in way}})
+
+
+def _paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every key and list item in a value."""
+    if isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield (*path, key)
+            yield from _paths(inner, (*path, key))
 
 
 def _same_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -263,7 +280,6 @@ def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[st
 
 def _sections(config: RunConfig) -> dict[str, Any]:
     """A copy of the values in which every section that must be a mapping is one, and no other is there."""
-    from .trainer import Trainer
 
     values = copy.deepcopy(config.values)
     for section in ("data", "trainer", "eval"):
@@ -274,10 +290,7 @@ def _sections(config: RunConfig) -> dict[str, Any]:
             raise config.fault((section,), f"{said}\nWrite its keys indented below it.")
     for key in values:
         if key not in (*SECTIONS, "code"):
-            places = {name: f"trainer.{name}" for name in parameters(Trainer)} | {s: s for s in SECTIONS}
-            near = nearest(str(key), places)
-            advice = f" Did you mean {places[near]}?" if near else ""
-            raise unknown_key((key,), SECTIONS, config.fault, advice)
+            raise unknown_key((key,), SECTIONS, config.fault, _advice(config, str(key)))
     for key in values["data"]:
         if key not in ("train", "val"):
             raise unknown_key(("data", key), ("train", "val"), config.fault)
@@ -285,12 +298,41 @@ def _sections(config: RunConfig) -> dict[str, Any]:
     return values
 
 
+def _advice(config: RunConfig, key: str) -> str:
+    """Where in a run a key belongs that stands at the top: by its name among the arguments of what the run has."""
+    from .trainer import Trainer
+
+    typed = (key,) in config.marks and not config.marks[(key,)].line  # there init_args may be left out
+    places = {name: f"eval.{name}" for name in parameters(_Evaluation)}
+    for path in (("policy",), ("schedule",), ("optimizer",)):
+        spec = config.values.get(path[0]) or ("torch.optim.AdamW" if path == ("optimizer",) else None)
+        with suppress(ConfigError), config.importable():
+            recipe = read_recipe(path, spec, CLASSES[path], config.fault)
+            inside = path if typed else (*path, "init_args")
+            places |= {name: dotted((*inside, name)) for name in list(parameters(recipe.target))[recipe.slot.given :]}
+    places |= {name: f"trainer.{name}" for name in parameters(Trainer)}
+    near = key if key in places else nearest(key, [*parameters(Trainer), *SECTIONS])
+    if near is None:
+        return ""
+    meant = near if near in SECTIONS else places[near]
+    if meant.startswith("optimizer.") and not config.values.get("optimizer"):
+        return (
+            f" Did you mean {meant}? Name the optimizer, too: optimizer.class_path is for instance torch.optim.AdamW."
+        )
+    return f" Did you mean {meant}?"
+
+
 def _evaluation(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``eval``, checked, with the defaults of what it leaves out."""
-    section = asdict(_Evaluation(**bind(("eval",), _Evaluation, values, config.fault).values))
+    bound = bind(("eval",), _Evaluation, values, config.fault)
+    numbers = {name: value for name, value in bound.values.items() if name != "env"}
+    section = asdict(replace(bound, values=numbers).build()) | {"env": bound.values.get("env")}
     if section["env"] is None:
         said = "eval.env is missing: it names the environment that the policy acts in."
-        raise config.fault(("eval",), f"{said}\nWrite eval: {{env: {{class_path: module.Class}}}}.")
+        raise config.fault(
+            ("eval",),
+            f"{said}\nWrite eval: {{env: {{class_path: module.Class}}}}, or --env=module.Class with policyfit eval.",
+        )
     return section
 
 

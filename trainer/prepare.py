@@ -202,7 +202,7 @@ def _assemble(
     plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32), tf32.reason)
     plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
     plan.add("policy", "", f"{type(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
-    plan.add("optimizer", "", ", ".join(forms), origin)
+    plan.add("optimizer", "", ", ".join(forms), "; ".join([origin, *filter(None, map(_rates, optimizers))]))
     plan.add("schedule", "", _schedule_words(schedules))
     return _Parts(optimizers, schedules, threads)
 
@@ -330,6 +330,19 @@ def _tf32_word(asked: bool | None, support: Support) -> str:
     if not support.native:
         return "not applicable"
     return "off" if not asked else "on" if support.usable else "on, but not effective"
+
+
+def _rates(optimizer: Optimizer) -> str:
+    """Learning rate and weight decay, of every group that has others; rates are those before the schedule."""
+    found: dict[str, dict[str, None]] = {"lr": {}, "weight decay": {}}
+    for group in optimizer.param_groups:
+        for name, value in (
+            ("lr", group.get("initial_lr", group.get("lr"))),
+            ("weight decay", group.get("weight_decay")),
+        ):
+            if value is not None:
+                found[name][f"{float(value):.4g}"] = None
+    return ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if values)
 
 
 def _schedule_words(schedules: list[Schedule]) -> str:

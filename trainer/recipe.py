@@ -61,8 +61,9 @@ class Recipe:
             raise type(error)(self._placed(str(error))) from error
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
+            named = [word for word in re.findall(r"\w+", str(error)) if word in self.values]
             raise self.fault(
-                self.path,
+                (*self.arguments, named[0]) if named else self.path,
                 f"{dotted(self.path)}: making {name_of(self.target)} failed: {cause}\nCorrect its arguments, or it.",
             ) from error
         if not self.slot.accepts(type(built)):
@@ -144,10 +145,11 @@ def unknown_key(path: KeyPath, known: Iterable[str], fault: Fault, advice: str =
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """What was probably meant: a name that begins so, or one that is spelled much like it."""
-    known = list(known)
-    begins = [name for name in known if word and name.startswith(word)]
-    return next(iter(begins or get_close_matches(word, known, n=1, cutoff=0.5)), None)
+    """What was probably meant: a name that begins so, or one that is spelled much like it; case does not count."""
+    names, word = {name.lower(): name for name in known}, word.lower()
+    begins = [name for name in names if word and name.startswith(word)]
+    near = [word] if word in names else begins or get_close_matches(word, names, n=1, cutoff=0.5)
+    return names[near[0]] if near else None
 
 
 def dotted(path: KeyPath) -> str:

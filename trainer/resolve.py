@@ -46,6 +46,7 @@ _MEANT_PRECISIONS = {
     ("32", "float32", "fp32", "32-true", "full"): "no",
     ("bf16-mixed", "bfloat16"): "bf16",
     ("16", "16-mixed", "float16", "half"): "fp16",
+    ("64", "float64", "double"): "64-true",
 }
 #: What ``accelerate launch --mixed_precision`` sets for its processes, and in what they would compute.
 _LAUNCHER = "ACCELERATE_MIXED_PRECISION"
@@ -98,7 +99,7 @@ def choose_precision(device: torch.device, facts: MachineFacts) -> tuple[Literal
 def _named(request: object, facts: MachineFacts) -> DeviceStrategy:
     found = _DEVICE.fullmatch(request) if isinstance(request, str) else None
     if found is None:
-        raise ConfigError(_no_device(request))
+        raise ConfigError(_no_device(request, facts))
     plain, kind, index = found.groups()
     if plain:
         return CPUDevice() if plain == "cpu" else MPSDevice()
@@ -112,7 +113,7 @@ def _named(request: object, facts: MachineFacts) -> DeviceStrategy:
     return CUDADevice(number)
 
 
-def _no_device(request: object) -> str:
+def _no_device(request: object, facts: MachineFacts) -> str:
     valid = "device must be auto, cpu, cuda, cuda:N, mps, xpu or xpu:N, or a device strategy"
     if not isinstance(request, str):
         return f"{valid}, got {request!r}.\nUse a string such as device='auto'."
@@ -122,8 +123,12 @@ def _no_device(request: object) -> str:
         makers = {"cuda": "NVIDIA's and AMD's", "mps": "Apple's", "xpu": "Intel's"}[meant]
         return f"{valid}, got {request!r}.\nUse device={meant!r} for {makers} GPUs, or device='auto'."
     kind = word.partition(":")[0]
-    near = word if _DEVICE.fullmatch(word) else next(iter(get_close_matches(kind, _DEVICES, n=1)), "auto")
-    return f"{valid}, got {request!r}.\nUse device={near!r}."
+    near = [word] if _DEVICE.fullmatch(word) else get_close_matches(kind, _DEVICES, n=1, cutoff=0.7)
+    if near:
+        return f"{valid}, got {request!r}.\nUse device={near[0]!r}."
+    here = [f"cuda:{i}" for i in range(len(facts.cuda))] + ["mps"] * facts.mps
+    here += [f"xpu:{i}" for i in range(len(facts.xpu))]
+    return f"{valid}, got {request!r}.\nThis machine has {', '.join([*here, 'cpu'])}. Use device='auto'."
 
 
 def _why_automatic(facts: MachineFacts) -> str:
@@ -177,9 +182,11 @@ def resolve_precision(
 
 
 def plain_precision(request: object) -> Any:
-    """The request, with "no" for every way in which YAML, a shell or Python says that."""
+    """The request, with "no" for every way in which YAML, a shell or Python says that; a number as a word."""
     word = request.strip().lower() if isinstance(request, str) else request
-    return "no" if word is None or word is False or word in NO_PRECISION else request
+    if word is None or word is False or word in NO_PRECISION:
+        return "no"
+    return str(request) if type(request) in (int, float) else request
 
 
 def _precision_of(request: object) -> PrecisionStrategy:

@@ -55,13 +55,13 @@ class Schedule:
         self.scheduler.step(metrics[self.monitor])  # type: ignore[arg-type]
 
     def _check(self) -> None:
-        rates = [group["lr"] for group in self.scheduler.optimizer.param_groups]
-        bad = [rate for rate in rates if not isinstance(rate, Tensor) and not math.isfinite(rate)]
-        if bad:
-            raise ConfigError(
-                f"The schedule {type(self.scheduler).__name__} set the learning rate to {bad[0]} after {self.seen} "
-                f"{self.interval}s.\nA learning rate must be finite: look at its formula at that {self.interval}."
-            )
+        for group in self.scheduler.optimizer.param_groups:
+            rate = group["lr"]
+            if type(rate) is float and not math.isfinite(rate):  # a tensor is not read: that would wait for the device
+                raise ConfigError(
+                    f"The schedule {type(self.scheduler).__name__} set the learning rate to {rate} after {self.seen} "
+                    f"{self.interval}s.\nA learning rate must be finite: look at its formula at that {self.interval}."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state and how many intervals it has seen."""

@@ -125,9 +125,11 @@ def read_word(text: str, name: str) -> Any:
     Lists, mappings and quotes are YAML as well; any other text is one word, even with ``:`` or ``#`` in it.
 
     Raises:
-        ConfigError: The text is not YAML, or means two things.
+        ConfigError: The text is empty, is not YAML, or means two things.
     """
     text = text.strip()
+    if not text:  # in a file that is null; here it is more likely a shell variable that is not set
+        raise ConfigError(f"{name} is empty.\nGive a value, or write null for nothing.")
     if text[:1] in ("[", "{", '"', "'"):
         return read_text(text, name).value
     try:

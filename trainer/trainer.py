@@ -83,7 +83,7 @@ class Trainer(RunView):
     def __init__(
         self,
         device: str | DeviceStrategy = "auto",
-        precision: str | PrecisionStrategy | FabricPlugin = "no",
+        precision: str | PrecisionStrategy | FabricPlugin | Literal[False] | None = "no",
         *,
         grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
         tf32: bool | None = True,
@@ -424,7 +424,7 @@ class Trainer(RunView):
             self._run.updater.settle()  # what stands in for the weights must know of every update
         before, self._evaluating = self._evaluating, True
         try:
-            with preserved(self.device), acting(policy), self.callbacks.evaluating(self, policy):
+            with preserved(self.device), acting(policy), self.callbacks.around_evaluation(self, policy):
                 yield
         finally:
             self._evaluating = before

@@ -170,6 +170,26 @@ class Freezes(Callback):
         policy.net[0].requires_grad_(trainer.step == 4)
 
 
+class HeadFirst(MLP):
+    """Its first layer is held by the optimizer from the start, and trained later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> AdamW:
+        return AdamW(self.parameters(), lr=1e-2)
+
+
+def test_weights_that_are_trained_from_a_later_step_on_are_averaged_too() -> None:
+    torch.manual_seed(0)
+    trajectory = Trajectory()
+    trainer = Trainer("cpu", max_steps=8, callbacks=[EMA(0.5), trajectory, Freezes()], default_callbacks=False)
+    trainer.fit(HeadFirst(), InMemory(batches(9)))
+    assert not torch.equal(trajectory.weights[0]["net.0.weight"], trajectory.weights[8]["net.0.weight"])
+    same(saved(trainer), by_hand(trajectory.weights, 0.5, warmup=True))
+
+
 def test_weights_that_are_frozen_for_a_while_keep_their_average() -> None:
     policy, trajectory = mlp(), Trajectory()
     trainer = fit(policy, EMA(0.5), trajectory, Freezes(), val=InMemory(batches(1)), val_every=1)
@@ -556,14 +576,39 @@ def test_a_validation_in_mid_window_knows_of_every_update_and_changes_none() -> 
     same(found[1], weights(alone))
 
 
-def test_another_policy_is_evaluated_with_its_own_weights() -> None:
-    trainer = fit(acting(), EMA(0.9))
-    other = acting(seed=3)
+class Around(nn.Module):
+    """Wraps a policy, to act by it."""
+
+    def __init__(self, inner: Acting) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def select_action(self, observation: Tensor) -> Tensor:
+        return self.inner.select_action(observation)
+
+
+def test_another_policy_is_evaluated_with_its_own_weights_and_one_around_the_runs_with_the_average() -> None:
+    policy, other, log = acting(), acting(seed=3), Log()
+    trainer = fit(policy, EMA(0.9), log)
     before = weights(other)
     trainer.validate(other, InMemory(batches(1)))
     trainer.evaluate(other, Env, episodes=1)
     same(other.seen["validation"][0], before)
     same(other.seen["rollout"][0], before)
+    trainer.evaluate(Around(policy), Env, episodes=1)
+    same(policy.seen["rollout"][0], saved(trainer))
+    policy.load_state_dict(before)
+    trainer.evaluate(other, Env, episodes=1)
+    assert log.events == []  # it is not the policy whose weights were changed
+
+
+def test_the_average_of_a_second_run_stands_in_for_its_own_weights() -> None:
+    ema, log = EMA(0.9), Log()
+    fit(acting(), ema, log)
+    policy, trajectory = acting(seed=7), Trajectory()
+    fit(policy, ema, trajectory, log, val=InMemory(batches(1)), max_steps=6)
+    same(policy.seen["validation"][0], by_hand(trajectory.weights, 0.9, warmup=True))
+    assert log.events == []
 
 
 def test_after_the_run_the_average_stands_in_until_the_weights_are_changed() -> None:

@@ -21,7 +21,7 @@ from policyfit.callbacks import hooks
 from policyfit.callbacks.hooks import HOOKS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text()
-NOT_HOOKS = {"evaluating", "state_key", "state_dict", "load_state_dict", "due"}
+NOT_HOOKS = {"around_evaluation", "state_key", "state_dict", "load_state_dict", "due"}
 
 
 class Acting(MLP):

@@ -382,6 +382,111 @@ def test_layers_that_are_recomputed_in_backward_are_replayed_too(precision: str)
     assert (event["origin"]["op"], event["origin"]["module"]) == ("SqrtBackward0", "(policy)")
 
 
+class Writes(MLP):
+    """Writes into its batch, so that the overflow would not come a second time."""
+
+    def forward(self, batch: Any) -> Tensor:
+        batch["seen"] = batch.pop("new")
+        loss = super().forward(Batch(batch["x"], batch["y"], batch["factor"].clone()))
+        batch["factor"].fill_(1.0)
+        return loss
+
+
+def test_a_batch_that_the_forward_writes_into_is_replayed_as_it_came() -> None:
+    data: list[Any] = [{**b._asdict(), "new": b.x} for b in marked(4, _1=INF)]
+    event = only(fit(Writes(), data, OverflowReport(replay=True)))
+    assert event["origin"] == {"what": "loss", "module": "(policy)", "op": None, "micro_batch": 1, "batch": ("factor",)}
+
+
+class Limited(torch.autograd.Function):
+    """Spoils gradients above 2, as a type of 16 bits does above 65504."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.where(gradients[0].abs() > 2, INF, gradients[0])
+
+
+class LimitedLoss(MLP):
+    def forward(self, batch: Batch) -> Tensor:
+        loss = super().forward(batch._replace(factor=torch.tensor(1.0)))
+        return Limited.apply(loss) * batch.factor  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_micro_batch_is_replayed_with_its_share_of_the_window() -> None:
+    # With the whole loss the micro-batch before, whose share has a gradient of 1, would be above the limit too.
+    log = fit(LimitedLoss(), marked(3, _0=3.0, _1=9.0), OverflowReport(replay=True), accumulate=3)
+    assert (only(log)["origin"]["micro_batch"], only(log)["origin"]["op"]) == (1, "LimitedBackward")
+
+
+class Large(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.full_like(gradients[0], 2e38)
+
+
+class Sums(MLP):
+    """Two finite gradients whose sum is not."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.net[0](batch.x)
+        if batch.factor == 2:
+            x = x + Large.apply(x) + Large.apply(x)  # type: ignore[no-untyped-call]
+        return nn.functional.mse_loss(self.net[1:](x), batch.y)
+
+
+def test_a_sum_of_finite_gradients_that_is_not_is_named_by_the_op_that_gets_it() -> None:
+    event = only(fit(Sums(), marked(4, _1=2.0), OverflowReport(replay=True)))
+    assert (event["origin"]["op"], event["origin"]["module"]) == ("AddmmBackward0", "net.0")
+
+
+class MakesMask(nn.Module):
+    def forward(self, size: int) -> Tensor:
+        return torch.full((size, size), -INF).triu(1)
+
+
+class WithMask(BadGradients):
+    """A module whose output is meant to hold infinities, which softmax makes zeros of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = MakesMask()
+
+    def forward(self, batch: Batch) -> Tensor:
+        weights = (batch.x @ batch.x.T + self.mask(len(batch.x))).softmax(-1)
+        return super().forward(batch._replace(x=weights @ batch.x))
+
+
+def test_infinities_that_leave_the_loss_finite_are_not_taken_for_the_origin() -> None:
+    event = only(fit(WithMask(), marked(4, _1=2.0), OverflowReport(replay=True)))
+    assert (event["origin"]["what"], event["origin"]["module"]) == ("gradient", "net.0.weight")
+
+
+class AsksInside(Callback):
+    """Settles an update inside of a context that takes gradients away."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        with self.context():
+            assert trainer.step >= 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_replay_has_gradients_wherever_the_update_is_settled(context: Any) -> None:
+    torch.manual_seed(0)
+    event = only(fit(Chain("gradient"), marked(4, _1=2.0), OverflowReport(replay=True), AsksInside(context)))
+    assert event["origin"]["op"] == "SqrtBackward0"
+
+
 class Once(MLP):
     """Overflows once, and never again: its own list is not part of what is put back."""
 
@@ -442,6 +547,8 @@ class Stirring(nn.Module):
         batch["noisy"] = batch["x"] + 0.01 * noise
         x = self.net(batch["noisy"])
         out = self.out(x) + self.target(x).detach() + self.plain + 0.001 * self.forwards
+        if batch["factor"] == 2:
+            out = out + (out * 0).sqrt()
         return nn.functional.mse_loss(out, batch["y"]) * batch["factor"]
 
 
@@ -463,8 +570,8 @@ class Lightning(Stirring):
 class Fresh:
     """The same micro-batches at every reading, however the reader wrote into them."""
 
-    def __init__(self, n: int, poisoned: tuple[int, ...]) -> None:
-        self.held = batches(n, poisoned=poisoned)
+    def __init__(self, n: int, **factors: float) -> None:
+        self.held = marked(n, **factors)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in self.held:
@@ -486,7 +593,7 @@ def test_a_run_with_replays_is_bit_for_bit_the_run_without(kind: Any, accumulate
             "cpu", precision_of(precision), max_steps=9, accumulate=accumulate, seed=2, clip_norm=1.0, log_every=3,
             callbacks=[*report, log], default_callbacks=False,
         )  # fmt: skip
-        trainer.fit(policy, Fresh(20, (0, 7, 13)), optimizer=lambda p: AdamW(p, lr=1e-2))
+        trainer.fit(policy, Fresh(20, _0=INF, _7=2.0, _13=INF), optimizer=lambda p: AdamW(p, lr=1e-2))
         captured = state.capture(trainer._active, {})
         records = [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in log.records]
         own: list[Any] = [policy.forwards, policy.last, policy.plain.tolist(), policy.own.get_state().tolist()]
@@ -495,7 +602,8 @@ def test_a_run_with_replays_is_bit_for_bit_the_run_without(kind: Any, accumulate
         assert trainer.skipped >= 2
         if report and report[0].replay:
             assert len(log.events) == trainer.skipped
-            assert all(event["origin"]["what"] == "loss" for event in log.events if not event["loss_finite"])
+            found_out = {(event["loss_finite"], event["origin"]["what"]) for event in log.events}
+            assert found_out == {(False, "loss"), (True, "gradient")}
     for other in found[1:]:
         assert_equal(other[0], found[0][0])
         assert_equal(other[1], found[0][1])
@@ -518,7 +626,7 @@ class Watching(Callback):
             "values": [t.detach().clone() for t in tensors],
             "identity": [(id(t), t.data_ptr(), t.requires_grad) for t in policy.parameters()],
             "buffers": [id(t) for t in policy.buffers()],
-            "gradients": [id(p.grad) for p in policy.parameters()],
+            "gradients": [(id(p.grad), None if p.grad is None else p.grad.tolist()) for p in policy.parameters()],
             "hooks": [
                 (dict(m._forward_hooks), dict(m._forward_pre_hooks), m._backward_hooks) for m in policy.modules()
             ],
@@ -542,7 +650,8 @@ class LeavesGradients(Callback):
             parameter.grad = torch.ones_like(parameter)
 
 
-def test_a_replay_leaves_every_tensor_hook_and_stream_in_its_place() -> None:
+@pytest.mark.parametrize("factor", [INF, 2.0])
+def test_a_replay_leaves_every_tensor_hook_and_stream_in_its_place(factor: float) -> None:
     torch.manual_seed(0)
     before = Watching()
     after = Watching(before)
@@ -550,7 +659,7 @@ def test_a_replay_leaves_every_tensor_hook_and_stream_in_its_place() -> None:
         "cpu", max_steps=1, callbacks=[LeavesGradients(), before, OverflowReport(replay=True), after],
         default_callbacks=False,
     )  # fmt: skip
-    trainer.fit(Plain(), Fresh(2, (0,)))
+    trainer.fit(Plain(), Fresh(2, _0=factor))
     assert after.looked == 2
     assert trainer.skipped == 1
 
@@ -560,20 +669,18 @@ def test_a_compiled_policy_is_replayed_module_by_module_and_stays_compiled() -> 
     class Eager(Chain):
         """Counts how often it is entered by way of the compiler."""
 
-        compiled = 0
-
         def compile(self, *args: Any, **kwargs: Any) -> None:
             def call(*arguments: Any, **options: Any) -> Any:
-                self.compiled += 1
+                compiled.append(1)
                 return self._call_impl(*arguments, **options)  # type: ignore[no-untyped-call]
 
             self._compiled_call_impl = call
 
+    compiled: list[int] = []
     torch.manual_seed(0)
-    policy = Eager("output")
-    event = only(fit(policy, marked(6, _2=2.0), OverflowReport(replay=True), compile=True))
+    event = only(fit(Eager("output"), marked(6, _2=2.0), OverflowReport(replay=True), compile=True))
     assert event["origin"]["module"] == "middle.bad"
-    assert policy.compiled == 6
+    assert len(compiled) == 6
 
 
 def test_nothing_is_kept_beyond_an_update_or_an_error() -> None:

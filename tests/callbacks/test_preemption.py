@@ -19,11 +19,12 @@ class Sends(Callback):
     """Sends this process a signal inside a window of the given update."""
 
     def __init__(self, number: int, at: int, times: int = 1) -> None:
-        self.number, self.at, self.times = number, at, times
+        self.number = number
+        self.at, self.times = at, times
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         if trainer.micro_batches == self.at:
-            for _ in range(self.times):
+            for _sent in range(self.times):
                 os.kill(os.getpid(), self.number)
 
 

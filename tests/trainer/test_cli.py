@@ -59,6 +59,14 @@ class Data:
     def __getitem__(self, index):
         return torch.ones(2) * index / self.size
 
+class Mute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, batch):
+        return self.layer(batch).mean()
+
 class Env(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 1, (2,))
     action_space = gymnasium.spaces.Box(-1, 1, (1,))
@@ -69,6 +77,16 @@ class Env(gymnasium.Env):
 
     def step(self, action):
         return np.zeros(2, dtype=np.float32), 1.0, True, False, {"is_success": True}
+
+    def close(self):
+        print("environment closed")
+
+class BrokenEnv(Env):
+    def __init__(self) -> None:
+        raise RuntimeError("the simulator is not there")
+
+def no_env():
+    return 3
 
 NOT_CALLABLE = 3
 """
@@ -160,6 +178,16 @@ IN_THE_FILE: list[tuple[str, str]] = [
         "eval.episode is not a valid key. Did you mean eval.episodes?",
     ),
     (RUN + "eval: {episodes: 3}\n", "run.yaml:9:1: eval.env is missing"),
+    (
+        RUN + "eval: {env: cli_parts.Env, episodes: 0}\n",
+        "run.yaml:9:28: eval.episodes must be a whole number of at least 1, got 0.",
+    ),
+    (RUN + "eval: {env: cli_parts.BrokenEnv}\n", "run.yaml:9:8: eval.env: making cli_parts.BrokenEnv failed: Runtime"),
+    (RUN + "eval: {env: cli_parts.no_env}\n", "or something that makes one when called, but cli_parts.no_env gave 3"),
+    (
+        RUN.replace("cli_parts.Policy, init_args: {width: 4}", "cli_parts.Mute") + "eval: {env: cli_parts.Env}\n",
+        "run.yaml:9:1: eval needs a policy that can act, but Mute has no select_action.",
+    ),
     (
         _with("seed: 3", "grad_scaler: {init_scal: 3}"),
         "trainer.grad_scaler.init_scal is not a valid key. Did you mean",
@@ -291,6 +319,14 @@ ON_THE_COMMAND_LINE: list[tuple[list[str], str]] = [
     (["--prec=no"], "command line: prec is not a valid key. Did you mean trainer.precision?"),
     (["--resum"], "--resum is not an option. Did you mean --resume?"),
     (["--resum=runs/x"], "--resum is not an option. Did you mean --resume?"),
+    (["--resume="], "--resume= is empty. Give a value, or leave --resume out."),
+    (["--precision="], "--precision= is empty. Give a value, or write null for nothing."),
+    (["--precision", ""], "--precision= is empty."),
+    (["--"], "-- names no option."),
+    (["--json"], "--json is an option of plan."),
+    (["--lr=3"], "command line: lr is not a valid key. Did you mean optimizer.lr?"),
+    (["--episodes=3"], "command line: episodes is not a valid key. Did you mean eval.episodes?"),
+    (["--policy.width=0"], "command line: policy: making cli_parts.Policy failed: ValueError: width must be positive"),
     (["--debugg"], "--debugg is not an option. Did you mean --debug?"),
     (
         ["--optimizer.lrr=3"],
@@ -300,6 +336,8 @@ ON_THE_COMMAND_LINE: list[tuple[list[str], str]] = [
     (["--policy.init_args.width.x=3"], "policy.init_args.width is 4, so --policy.init_args.width.x cannot"),
     (["--precision=fp16"], "command line: precision='fp16'"),
     (["--device=tpu"], "command line: device must be auto, cpu, cuda"),
+    (["--device=tpu"], "This machine has "),
+    (["--precision=16"], "Use precision='fp16'."),
     (["--tf32=maybe"], "command line: trainer.tf32 must be bool or null, got 'maybe'."),
     (["--schedule.lr=3"], "schedule must name a torch.optim.lr_scheduler.LRScheduler, got"),
     (["--trainer.=3"], "trainer. is not a valid key."),
@@ -309,11 +347,16 @@ ON_THE_COMMAND_LINE: list[tuple[list[str], str]] = [
 ]
 
 
+def _prose(box: str) -> str:
+    """What stands in the box of an error, its lines joined."""
+    return " ".join(line.strip("│ ") for line in box.splitlines())
+
+
 def _assert_refused(code: int, out: str, err: str, fragment: str) -> None:
     assert code == 2
-    assert fragment in err
+    assert fragment in _prose(err)
     assert "Traceback" not in err
-    assert out == ""
+    assert out in ("", "environment closed\n")
     assert not Path("done").exists()
     assert not Path("runs").exists()
 
@@ -351,7 +394,11 @@ def test_a_command_line_that_cannot_be_meant_is_refused(cli: Cli, words: list[st
         ),
         (["eval", "gone", "--weight=ema"], "--weight is not an option. Did you mean --weights?"),
         (["validate"], "the following arguments are required: CHECKPOINT"),
-        (["validate", "gone", "--episodes=3"], "--episodes is not an option. Valid here: --help, --debug, --device"),
+        (["validate", "gone", "--episodes=3"], "--episodes is an option of eval."),
+        (["validate", "gone", "--width=3"], "--width is not an option. Valid here: --help, --debug, --device"),
+        (["plan", "run.yaml", "--resume"], "--resume is an option of fit."),
+        (["eval", "gone", "--audit"], "--audit is an option of fit."),
+        (["eval", "gone", "--episodes="], "--episodes= is empty. Give a value, or leave --episodes out."),
         (["checkpoints"], "the following arguments are required: RUN_DIR"),
         (["doctor", "me"], "unrecognized arguments: me"),
     ],
@@ -402,6 +449,55 @@ def test_fit_evaluates_in_the_environment_of_its_file(cli: Cli) -> None:
     assert "success 3/3 = 100.0 %" in out
     report = json.loads(Path("done/eval.json").read_text())
     assert (report["episodes"], report["successes"], report["seeds"]) == (3, 3, [5, 6, 7])
+
+
+def test_the_environment_is_closed_once_when_it_was_used_and_when_the_fit_failed(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env, episodes: 1}\n")
+    code, out, _ = cli("fit", "run.yaml", "--policy.mode=fail", "--trainer.run_dir=failed")
+    assert (code, out.count("environment closed")) == (1, 1)
+    code, out, _ = cli("fit", "run.yaml")
+    assert (code, out.count("environment closed")) == (0, 1)
+
+
+def test_fp16_on_a_cpu_comes_with_a_form_that_works_on_the_command_line_and_in_a_file(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    code, _, err = cli("fit", "run.yaml", "--precision=fp16")
+    form = "{class_path: policyfit.FP16, init_args: {allow_cpu: true}}"
+    assert code == 2
+    assert any(f"--precision='{form}'" in line for line in err.splitlines())  # whole, to be copied
+    assert cli("fit", "run.yaml", f"--precision={form}")[0] == 0
+    Path("run.yaml").write_text(_with("seed: 3", f"precision: {form}").replace("done", "again"))
+    assert cli("fit", "run.yaml")[0] == 0
+    assert "precision fp16" in cli("plan", "again/config.yaml")[1].replace("     ", " ")
+
+
+def test_an_error_in_a_log_is_wrapped_and_its_paths_stay_whole(cli: Cli) -> None:
+    path = f"{'folder/' * 20}run.yaml"
+    _, _, err = cli("fit", path)
+    assert any(path in line for line in err.splitlines())
+    Path("run.yaml").write_text(RUN)
+    _, _, err = cli("fit", "run.yaml", "--precision=fp16")
+    assert max(len(line) for line in err.splitlines()) <= 120
+
+
+def test_eval_acts_in_an_environment_that_only_the_command_line_names(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml")[0] == 0
+    code, _, err = cli("eval", "done")
+    assert code == 2
+    assert "eval.env is missing" in err
+    assert "--env=module.Class" in err
+    code, out, _ = cli("eval", "done", "--env=cli_parts.Env", "--episodes=2")
+    assert code == 0
+    assert "success 2/2" in out
+
+
+def test_eval_says_first_what_acts_and_where(cli: Cli) -> None:
+    ema = "--trainer.callbacks=[{class_path: policyfit.EMA, init_args: {decay: 0.5}}]"
+    Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env, episodes: 2}\n")
+    assert cli("fit", "run.yaml", ema)[0] == 0
+    first, *_ = cli("eval", "done", "--precision=bf16", "--weights=ema")[1].splitlines()
+    assert first == "checkpoint done/checkpoints/000002  step 2  weights ema  device cpu  precision bf16"
 
 
 @pytest.mark.parametrize("place", ["done", "done/checkpoints/last", "done/checkpoints/000002"])
@@ -525,6 +621,27 @@ def test_plan_says_what_would_run_and_writes_nothing(cli: Cli) -> None:
     assert code == 0
     assert json.loads(out)["device"]["chosen"] == "cpu"
     assert [p.name for p in Path().iterdir()] == ["run.yaml"]
+
+
+def test_plan_says_how_long_in_what_pieces_and_what_comes_beside(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in cli("plan", "run.yaml")[1].splitlines()}
+    assert rows["length"] == "2 steps"
+    assert rows["batch"].startswith("micro-batches of 8 —")
+    assert rows["clip"] == "none"
+    assert rows["validation"].startswith("none")
+    assert rows["eval"].startswith("none")
+    assert rows["optimizer"].endswith("lr 0.001, weight decay 0.01")
+    words = ["max_epochs=3", "clip_norm=0.5", "clip_value=2", "val_every=10", "accumulate=4"]
+    more = ["--data.val=cli_parts.Data", "--eval.env=cli_parts.BrokenEnv", "--eval.episodes=7", "--optimizer.lr=3e-4"]
+    out = cli("plan", "run.yaml", *(f"--trainer.{word}" for word in words), *more)[1]
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
+    assert rows["length"] == "2 steps or 3 epochs"
+    assert rows["batch"].startswith("micro-batches of 8, 4 a window —")
+    assert rows["clip"] == "norm 0.5, value 2"
+    assert rows["validation"] == "every 10 steps and at the end"
+    assert rows["eval"] == "7 episodes of cli_parts.BrokenEnv, seeds from 10000 on"
+    assert "lr 0.0003," in rows["optimizer"]
 
 
 def test_doctor_and_help_and_version_print_and_succeed(cli: Cli) -> None:

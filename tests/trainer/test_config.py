@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,9 @@ GOOD: list[tuple[str, str, Any]] = [
     ("trainer.precision", "false", "no"),
     ("trainer.precision", "none", "no"),
     ("trainer.precision", "null", "no"),
-    ("trainer.precision", "", "no"),
     ("trainer.precision", "fp16", "fp16"),
     ("trainer.device", "auto", "auto"),
     ("trainer.device", "cuda:1", "cuda:1"),
-    ("trainer.device", "", "auto"),
     ("trainer.tf32", "null", None),
     ("trainer.tf32", "true", True),
     ("trainer.tf32", "no", False),
@@ -389,6 +388,89 @@ def test_an_override_inside_something_without_keys_is_refused(folder: Path) -> N
     for key, found in (("trainer.precision.allow_cpu", "'fp16'"), ("trainer.callbacks.0", "[]")):
         with pytest.raises(ConfigError, match=rf"is {found.replace('[', chr(92) + '[')}, so --{key} cannot"):
             _read(folder, MINIMAL + "trainer: {precision: fp16, callbacks: []}\n", (key, "1"))
+
+
+@pytest.mark.parametrize("key", ["precision", "device", "trainer.max_steps"])
+def test_an_empty_value_on_the_command_line_is_refused_and_an_empty_one_in_a_file_is_null(
+    folder: Path, key: str
+) -> None:
+    for text in ("", "  "):
+        with pytest.raises(ConfigError, match=rf"--{key}= *is empty\.\nGive a value, or write null for nothing\."):
+            _read(folder, MINIMAL, (key, text))
+    *_, name = key.split(".")
+    assert (
+        _read(folder, f"{MINIMAL}trainer:\n  {name}:\n").config.values
+        == _read(folder, MINIMAL, (key, "null")).config.values
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "fragment"),
+    [
+        ("policy.widht", "3", "policy.init_args.widht is not"),
+        ("policy.foo.bar", "3", "policy.init_args.foo is not"),
+        ("policy", "{class_path: config_parts.Policy, init_args: {widht: 3}}", "policy.init_args.widht is not"),
+        ("trainer", "{max_step: 3}", "trainer.max_step is not"),
+        ("eval.episodes", "0", "eval.episodes must be a whole number of at least 1, got 0."),
+        ("eval.seed", "-1", "eval.seed must be a whole number from 0"),
+        ("schedule.lr", "3", "schedule must name"),
+    ],
+)
+def test_a_mistake_of_the_command_line_is_placed_there_and_not_in_the_file(
+    folder: Path, key: str, text: str, fragment: str
+) -> None:
+    file = MINIMAL + "trainer: {max_steps: 3}\neval: {env: config_parts.Env}\n"
+    with pytest.raises(ConfigError, match=f"^command line: {re.escape(fragment)}"):
+        _read(folder, file, (key, text))
+
+
+def test_a_mistake_of_the_file_keeps_its_place_beside_keys_of_the_command_line(folder: Path) -> None:
+    text = "policy:\n  class_path: config_parts.Policy\n  init_args: {widht: 3}\n"
+    with pytest.raises(ConfigError, match=r"run\.yaml:3:15: policy\.init_args\.widht is not"):
+        _read(folder, text, ("policy.width", "3"))
+    with pytest.raises(ConfigError, match=r"run\.yaml:1:1: policy must name"):
+        _read(folder, "policy: {init_args: {}}\n", ("trainer.seed", "3"))
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [("lr", "optimizer.lr"), ("step_size", "schedule.step_size"), ("width", "policy.width"), ("seed", "trainer.seed")],
+)
+def test_a_key_without_its_section_is_looked_for_among_the_arguments_of_the_run(
+    folder: Path, key: str, place: str
+) -> None:
+    text = MINIMAL + (
+        "optimizer: torch.optim.SGD\n"
+        "schedule: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 3}}\n"
+    )
+    with pytest.raises(ConfigError, match=rf"command line: {key} is not a valid key\. Did you mean {place}\?$"):
+        _read(folder, text, (key, "3"))
+    in_file = place.replace(".", ".init_args.") if not place.startswith("trainer") else place
+    with pytest.raises(ConfigError, match=rf"run\.yaml:\d+:1: {key} is not a valid key\. Did you mean {in_file}\?$"):
+        _read(folder, f"{text}{key}: 3\n")
+
+
+def test_an_argument_of_the_optimizer_that_nobody_named_comes_with_how_to_name_it(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Did you mean optimizer\.lr\? Name the optimizer, too: .*torch\.optim\.AdamW"
+    ):
+        _read(folder, MINIMAL, ("lr", "3"))
+    both = (("optimizer.class_path", "torch.optim.AdamW"), ("optimizer.lr", "3"))
+    assert _read(folder, MINIMAL, *both).config.values["optimizer"]["init_args"] == {"lr": 3}
+
+
+def test_a_class_in_another_case_is_found(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config_parts holds no POLICY\. Did you mean Policy\?"):
+        _read(folder, "policy: config_parts.POLICY\n")
+
+
+@pytest.mark.parametrize(("text", "meant"), [("16", "fp16"), ("32", "no"), ("64", "64-true"), ("'16'", "fp16")])
+def test_a_precision_in_bits_is_understood_and_the_word_for_it_said(folder: Path, text: str, meant: str) -> None:
+    from_words = _read(folder, MINIMAL, ("precision", text))
+    from_file = _read(folder, f"{MINIMAL}trainer: {{precision: {text}}}\n")
+    for run in (from_words, from_file):
+        with pytest.raises(ConfigError, match=rf"precision must be no, bf16.*\nUse precision='{meant}'\."):
+            run.trainer.build()
 
 
 def test_null_takes_a_section_away_again(folder: Path) -> None:

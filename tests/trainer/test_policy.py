@@ -459,9 +459,9 @@ def test_the_one_line_trains_a_policy_that_brings_its_data(kind: type[Own]) -> N
 class WithoutIndex(MLP):
     """Lightning lets batch_idx be left out, and gives a module its device."""
 
-    seen: torch.device | None = None
+    seen: Any = None
 
-    def training_step(self, batch: Batch) -> Tensor:
+    def training_step(self, batch: Batch) -> Any:
         self.seen = self.device
         return self(batch)
 

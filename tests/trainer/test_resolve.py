@@ -146,6 +146,8 @@ def test_rocm_is_refused_on_a_cuda_build() -> None:
         ("cuda:01", "cuda"),
         ("cuda:-1", "cuda"),
         ("xpu0", "xpu"),
+        ("tpu", "auto"),
+        ("npu", "auto"),
         ("", "auto"),
         (None, "auto"),
         (0, "auto"),
@@ -159,6 +161,13 @@ def test_word_that_is_no_device_is_an_error_with_the_nearest_one(request_: Any, 
     assert suggested == meant
     everything = MachineFacts(build="cuda", cuda=(H200, H200), mps=True, xpu=(ARC,))
     resolve_device(suggested, everything)
+
+
+def test_word_that_is_like_no_device_is_answered_with_those_of_the_machine() -> None:
+    everything = MachineFacts(build="cuda", cuda=(H200, H200), mps=True, xpu=(ARC,))
+    for facts, here in ((everything, "cuda:0, cuda:1, mps, xpu:0, cpu"), (LAPTOP, "cpu")):
+        with pytest.raises(ConfigError, match=f"got 'tpu'.\nThis machine has {here}. Use device='auto'."):
+            resolve_device("tpu", facts)
 
 
 def test_device_instance_is_accepted_and_checked() -> None:
@@ -228,7 +237,16 @@ def test_every_way_to_say_no_is_full_precision(request_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("request_", "meant"),
-    [("half", "fp16"), ("32-true", "no"), ("bf16-mixed", "bf16"), ("b16", "bf16"), (True, "auto"), (0, "auto")],
+    [
+        ("half", "fp16"),
+        ("32-true", "no"),
+        ("bf16-mixed", "bf16"),
+        ("b16", "bf16"),
+        (True, "auto"),
+        (0, "auto"),
+        (16, "fp16"),
+        (32, "no"),
+    ],
 )
 def test_word_that_is_no_precision_is_an_error_with_the_nearest_one(request_: Any, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"precision must be no, bf16, .*\nUse precision='{meant}'\."):

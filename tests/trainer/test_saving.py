@@ -14,7 +14,7 @@ from toys import MLP, InMemory, assert_equal, batches, mlp, weights
 
 from policyfit import Callback, Checkpoint, CheckpointError, Trainer
 from policyfit.trainer import state as state_module
-from policyfit.trainer.checkpoint import CheckpointState, read_checkpoint
+from policyfit.trainer.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
 from policyfit.trainer.saving import Saver, Snapshots
 
 
@@ -71,7 +71,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release, self.running, self.most = threading.Event(), 0, 0
-        self._write = state_module.write_checkpoint
+        self._write = write_checkpoint
         monkeypatch.setattr(state_module, "write_checkpoint", self.write)
 
     def write(self, folder: Path, state: CheckpointState) -> Path:
@@ -134,7 +134,7 @@ def test_training_in_the_background_is_bit_for_bit_training_in_the_foreground(tm
 def test_failed_save_in_the_background_ends_the_run_at_the_next_step_and_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = state_module.write_checkpoint
+    write = write_checkpoint
 
     def full_at_four(folder: Path, state: CheckpointState) -> Path:
         if folder.name == "000004":
