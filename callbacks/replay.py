@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..strategies.tree import map_tensors
+from ..strategies.tree import map_tensors, tensors
 from .audit_recorder import OUTSIDE, POLICY
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ class _Moment:
             live += [vars(module), vars(module).get("_buffers", {})]
         self._dicts = [(d, dict(d)) for d in live]
         values = [value for d in live for value in d.values()] + (list(policy.parameters()) if weights else [])
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._tensors = [(value, value.detach().clone()) for value in values if isinstance(value, Tensor)]
         self._streams = _streams(trainer, values)
 
     def put_back(self) -> None:
@@ -240,18 +239,4 @@ def _non_finite_entries(batch: Any) -> tuple[str, ...]:
 
 @torch.no_grad()  # else a module that is recomputed in backward would find this among what it has saved
 def _finite(tree: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in _tensors(tree) if t.is_floating_point() or t.is_complex())
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for field in fields(tree):
-            yield from _tensors(getattr(tree, field.name))
+    return all(bool(t.isfinite().all()) for t in tensors(tree) if t.is_floating_point() or t.is_complex())

@@ -23,7 +23,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor, str], Tensor], key: str =
         mapped.update({k: map_tensors(v, function, f"{prefix}{k}") for k, v in tree.items()})
         return mapped
     if isinstance(tree, (list, tuple)):
-        values = [map_tensors(v, function, f"{prefix}{i}") for i, v in enumerate(tree)]
+        names = getattr(tree, "_fields", range(len(tree)))
+        values = [map_tensors(v, function, f"{prefix}{name}") for name, v in zip(names, tree, strict=True)]
         return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
     if _is_dataclass(tree):
         mapped = copy.copy(tree)

@@ -625,6 +625,38 @@ def test_after_the_run_the_average_stands_in_until_the_weights_are_changed() -> 
     assert "were changed after the run" in log.events[0]["message"]
 
 
+class LoadsAndEvaluates(Callback):
+    """Goes back to other weights at the end of the run, as to the best ones, and rolls out with them."""
+
+    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        policy.load_state_dict(acting(seed=4).state_dict())
+        trainer.evaluate(policy, Env, episodes=1)
+
+
+def test_weights_that_are_loaded_at_the_end_of_the_run_are_used_as_they_are() -> None:
+    policy = acting()
+    fit(policy, EMA(0.9), LoadsAndEvaluates())
+    same(policy.seen["rollout"][0], weights(acting(seed=4)))
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.micro_batches == 5:
+            raise KeyboardInterrupt
+
+
+def test_after_an_interrupted_run_the_average_stands_in_until_the_weights_are_changed() -> None:
+    policy, trajectory = acting(), Trajectory()
+    trainer = Trainer("cpu", max_steps=9, callbacks=[EMA(0.9), trajectory, Stops()], default_callbacks=False)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(policy, InMemory(batches(9)))
+    trainer.evaluate(policy, Env, episodes=1)
+    same(policy.seen["rollout"][0], by_hand(trajectory.weights[:5], 0.9, warmup=True))
+    policy.load_state_dict(acting(seed=4).state_dict())
+    trainer.evaluate(policy, Env, episodes=1)
+    same(policy.seen["rollout"][1], weights(acting(seed=4)))
+
+
 # Autocast ---------------------------------------------------------------------------------------------------
 
 

@@ -309,8 +309,8 @@ def test_a_batch_that_is_not_finite_is_named_by_its_entries() -> None:
     data = marked(4)
     data[2].x[3, 1] = NAN
     event = only(fit(mlp(), data, OverflowReport(replay=True)))
-    assert event["origin"] == {"what": "input", "module": "net.0", "op": None, "micro_batch": 2, "batch": ("0",)}
-    assert "the batch holds inf or NaN in 0" in event["message"]
+    assert event["origin"] == {"what": "input", "module": "net.0", "op": None, "micro_batch": 2, "batch": ("x",)}
+    assert "the batch holds inf or NaN in x" in event["message"]
 
 
 class Masked(nn.Module):

@@ -57,3 +57,14 @@ def test_tensors_are_those_of_the_tree_depth_first() -> None:
     assert [t.item() for t in tensors(tree)] == [0.0, 1.0, 2.0, 3.0]
     assert [t.item() for t in tensors(d)] == [3.0]
     assert list(tensors("text")) == []
+
+
+def test_map_tensors_names_what_it_finds_by_keys_numbers_and_fields() -> None:
+    found: list[str] = []
+
+    def look(tensor: Tensor, key: str) -> Tensor:
+        found.append(key)
+        return tensor
+
+    map_tensors({"step": Step(torch.ones(1), "pick"), "list": [0, (torch.ones(1),)]}, look)
+    assert found == ["step.obs", "list.1.0"]
