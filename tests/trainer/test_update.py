@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reads import Reads
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
@@ -164,22 +165,6 @@ def test_outcomes_come_once_an_update_and_in_order_with_reasons() -> None:
         (False, "non_finite", 5, 9),
         (True, None, 6, 10),
     ]
-
-
-class Reads:
-    """Counts every way in which the host looks at a tensor's value."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu"):
-            monkeypatch.setattr(Tensor, name, self._counting(getattr(Tensor, name)))
-
-    def _counting(self, original: Any) -> Any:
-        def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            self.count += 1
-            return original(tensor, *arguments, **options)
-
-        return counted
 
 
 class ReadsPerUpdate(Callback):
