@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch.optim import Optimizer
+
+from ..strategies.formats import Support
+from .epochs import TrainingData
+from .schedule import Schedule
+from .settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +55,42 @@ class Plan:
             line.what: {"asked": line.asked, "chosen": line.chosen, "reason": line.reason} for line in self.lines
         }
         return {**decisions, "notes": list(self.notes)}
+
+
+# The words of single decisions --------------------------------------------------------------------------------------
+
+
+def tf32_word(asked: bool | None, support: Support) -> str:
+    """What becomes of TF32 on a device."""
+    if asked is None:
+        return "left alone"
+    if not support.native:
+        return "not applicable"
+    return "off" if not asked else "on" if support.usable else "on, but not effective"
+
+
+def rates(optimizer: Optimizer) -> str:
+    """Learning rate and weight decay, of every group that has others; rates are those before the schedule."""
+    found: dict[str, dict[str, None]] = {"lr": {}, "weight decay": {}}
+    for group in optimizer.param_groups:
+        for name, value in (
+            ("lr", group.get("initial_lr", group.get("lr"))),
+            ("weight decay", group.get("weight_decay")),
+        ):
+            if value is not None:
+                found[name][f"{float(value):.4g}"] = None
+    return ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if values)
+
+
+def schedule_words(schedules: Sequence[Schedule]) -> str:
+    """The schedules, and what each counts."""
+    return ", ".join(f"{type(s.scheduler).__name__} by {s.interval}" for s in schedules) or "none"
+
+
+def data_words(data: TrainingData, settings: Settings) -> str:
+    """Samples, micro-batches and windows of an epoch."""
+    size = f"{data.samples_per_epoch:,} samples, " if data.samples_per_epoch is not None else ""
+    batch = f"micro-batches of {data.batch_size}" if data.batch_size is not None else "finished micro-batches"
+    per_epoch = f", {data.batches_per_epoch:,} an epoch" if data.batches_per_epoch is not None else ""
+    window = f", {settings.accumulate} a window" if settings.accumulate > 1 else ""
+    return f"{size}{batch}{per_epoch}{window}"

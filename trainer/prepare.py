@@ -14,14 +14,14 @@ from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import ConfigError
 from ..strategies.facts import MachineFacts
-from ..strategies.formats import Support, tf32_support
+from ..strategies.formats import tf32_support
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .counters import Counters
 from .data import training_data, validation_loader
 from .describe import movers
 from .fused import prepare_optimizer
 from .optimizer import OptimizerFactory, trainable
-from .plan import Plan
+from .plan import Plan, data_words, rates, schedule_words, tf32_word
 from .policy import PolicyAdapter, adapt, brings
 from .process import choose_threads
 from .resolve import Choice
@@ -98,7 +98,7 @@ def prepare(
     plan.add(
         "data",
         "",
-        _data_words(data, settings),
+        data_words(data, settings),
         f"resume is not exact: {data.not_exact}"
         if data.not_exact
         else "order is a function of seed, epoch and index; resume is exact",
@@ -199,11 +199,11 @@ def _assemble(
     plan.add("precision", choices.precision.asked, choices.precision.chosen, choices.precision.reason)
     _add_masters(plan, policy, precision)
     plan.add("distribution", choices.distribution.asked, choices.distribution.chosen, choices.distribution.reason)
-    plan.add("tf32", settings.tf32, _tf32_word(settings.tf32, tf32), tf32.reason)
+    plan.add("tf32", settings.tf32, tf32_word(settings.tf32, tf32), tf32.reason)
     plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
     plan.add("policy", "", f"{type(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
-    plan.add("optimizer", "", ", ".join(forms), "; ".join([origin, *filter(None, map(_rates, optimizers))]))
-    plan.add("schedule", "", _schedule_words(schedules))
+    plan.add("optimizer", "", ", ".join(forms), "; ".join([origin, *filter(None, map(rates, optimizers))]))
+    plan.add("schedule", "", schedule_words(schedules))
     return _Parts(optimizers, schedules, threads)
 
 
@@ -322,36 +322,3 @@ def _with_an_end(settings: Settings, plan: Plan) -> Settings:
         return settings
     plan.notes.append("neither max_steps nor max_epochs is set, so this run is one epoch")
     return replace(settings, max_epochs=1)
-
-
-def _tf32_word(asked: bool | None, support: Support) -> str:
-    if asked is None:
-        return "left alone"
-    if not support.native:
-        return "not applicable"
-    return "off" if not asked else "on" if support.usable else "on, but not effective"
-
-
-def _rates(optimizer: Optimizer) -> str:
-    """Learning rate and weight decay, of every group that has others; rates are those before the schedule."""
-    found: dict[str, dict[str, None]] = {"lr": {}, "weight decay": {}}
-    for group in optimizer.param_groups:
-        for name, value in (
-            ("lr", group.get("initial_lr", group.get("lr"))),
-            ("weight decay", group.get("weight_decay")),
-        ):
-            if value is not None:
-                found[name][f"{float(value):.4g}"] = None
-    return ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if values)
-
-
-def _schedule_words(schedules: list[Schedule]) -> str:
-    return ", ".join(f"{type(s.scheduler).__name__} by {s.interval}" for s in schedules) or "none"
-
-
-def _data_words(data: Any, settings: Settings) -> str:
-    size = f"{data.samples_per_epoch:,} samples, " if data.samples_per_epoch is not None else ""
-    batch = f"micro-batches of {data.batch_size}" if data.batch_size is not None else "finished micro-batches"
-    per_epoch = f", {data.batches_per_epoch:,} an epoch" if data.batches_per_epoch is not None else ""
-    window = f", {settings.accumulate} a window" if settings.accumulate > 1 else ""
-    return f"{size}{batch}{per_epoch}{window}"

@@ -28,6 +28,12 @@ def has_checkpoint(folder: Path) -> bool:
     return any(folder.glob("checkpoints/*/manifest.json"))
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """The run that a checkpoint lies in; ``None`` for one that was saved to a path of its own."""
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == "checkpoints" else None
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a kill leaves the old one or the new one."""
     aside = path.with_name(f".{path.name}.new")

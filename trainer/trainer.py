@@ -35,7 +35,7 @@ from .resolve import resolve_device, resolve_distribution, resolve_precision
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
-from .run_dir import check_free, held, make, new_name, newest_run, replace_text
+from .run_dir import check_free, held, make, new_name, newest_run, replace_text, run_of
 from .schedule import ScheduleFactory
 from .settings import NonFinite, Settings
 from .validation import validate
@@ -177,9 +177,9 @@ class Trainer(RunView):
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
         checkpoint = self._find_checkpoint(resume)
-        goes_on = checkpoint is not None and self._run_dir == checkpoint.absolute().parent.parent
-        if self._run_dir is not None and not goes_on:
-            check_free(self._run_dir)
+        run_dir = self._run_dir
+        if run_dir is not None and (checkpoint is None or run_of(checkpoint) != run_dir.resolve()):
+            check_free(run_dir)
         saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False)
         run, threads = prepare(
             self,
@@ -199,15 +199,15 @@ class Trainer(RunView):
             self._fit(run, checkpoint, saved)
 
     def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None) -> None:
-        own = new_name(type(run.policy).__name__) if checkpoint is None else checkpoint.parent.parent
-        run.run_dir = (self._run_dir or own).absolute()
+        old = None if checkpoint is None else run_of(checkpoint)
+        run.run_dir = (self._run_dir or old or new_name(type(run.policy).__name__)).absolute()
         self._run, self._status = run, "running"
         try:
             if saved is not None and checkpoint is not None:
                 self._plan.notes += state.restore(run, saved, checkpoint)
             run.start()
             self.callbacks.call("setup", self, run.policy, "fit")
-            self._write_description(run, fresh=saved is None)  # what was refused until here wrote nothing
+            self._write_description(run, new=old is None)  # what was refused until here wrote nothing
             if saved is not None:
                 added = {**saved.callbacks.get("checkpoint", {}), "models": saved.models}
                 self.callbacks.call("on_load_checkpoint", self, run.policy, added)
@@ -247,16 +247,16 @@ class Trainer(RunView):
         where = Path(resume) if resume != "last" else (self._run_dir or newest_run())
         return newest_checkpoint(where, self._plan.notes.append)
 
-    def _write_description(self, run: Run, *, fresh: bool) -> None:
+    def _write_description(self, run: Run, *, new: bool) -> None:
         """``plan.json`` and ``config.yaml``, as the run is now; a script that resumes a run file's run leaves its."""
         from .strict_yaml import write  # PyYAML is not needed before a run
 
         if not self.is_main:
             return
-        run.run_dir = make(run.run_dir, new=fresh and self._run_dir is None)
+        run.run_dir = make(run.run_dir, new=new and self._run_dir is None)
         run.lock.enter_context(held(run.run_dir))
         replace_text(run.run_dir / "plan.json", json.dumps(self._plan.to_dict(), indent=2) + "\n")
-        if fresh or self.config is not None or not (run.run_dir / "config.yaml").exists():
+        if self.config is not None or not (run.run_dir / "config.yaml").exists():
             config = self.config
             if config is None:
                 config = describe(self._settings, self.device.name, self.precision.name, run.policy, run.seed)

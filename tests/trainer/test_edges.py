@@ -111,6 +111,39 @@ def test_a_resume_does_not_write_into_the_folder_of_another_run(tmp_path: Path) 
     assert {path: path.read_bytes() for path in (tmp_path / "b").rglob("*") if path.is_file()} == before
 
 
+class Exports(Callback):
+    """Saves to a path of the user's own at step 3."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def due(self, step: int) -> bool:
+        return step == 3
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_saved_to_a_path_of_its_own_is_resumed_in_a_new_folder(tmp_path: Path) -> None:
+    straight, policy = mlp(), mlp(seed=1)
+    exported = tmp_path / "shared" / "best"
+    fit(straight, InMemory(batches(4)), tmp_path / "run", callbacks=[Exports(exported)], seed=2)
+    before = sorted(tmp_path.iterdir())
+    trainer = fit(policy, InMemory(batches(4)), resume=exported, seed=2)
+    assert trainer.resumed_step == 3
+    assert trainer.run_dir.parent == Path("runs").absolute()
+    assert (trainer.run_dir / "config.yaml").exists()
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "runs"])
+    assert_equal(weights(policy), weights(straight))
+
+
+def test_the_folder_of_a_run_may_be_spelt_in_another_way_at_its_resume(tmp_path: Path) -> None:
+    fit(mlp(), InMemory(batches(4)), tmp_path / "run", callbacks=[Checkpoint()])
+    (tmp_path / "link").symlink_to("run")
+    trainer = fit(mlp(), InMemory(batches(4)), tmp_path / "link", resume=tmp_path / "run" / ".." / "run", max_steps=8)
+    assert (trainer.resumed_step, trainer.step) == (6, 8)
+
+
 HOLDS = """
 import sys, time, pathlib
 from policyfit.trainer.run_dir import held
