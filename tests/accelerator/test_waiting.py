@@ -11,7 +11,7 @@ import torch
 from rig import Rig, Wide, sleep, wide
 from torch import Tensor, nn
 
-from policyfit import Callback, Trainer
+from policyfit import EMA, Callback, Trainer
 
 FIRST, LAST = 3, 36  # the micro-batches between which nothing may wait
 
@@ -57,7 +57,7 @@ def test_healthy_steps_wait_for_nothing_with_all_default_callbacks(rig: Rig, pre
     watch = Alarm(rig.kind)
     trainer = rig.fit(
         wide(dropout=0.1), rig.batches(40), precision=rig.precision(precision, growth_interval=2000),
-        callbacks=rig.defaults(watch), accumulate=accumulate, clip_norm=1.0, clip_value=5.0, log_every=None,
+        callbacks=rig.defaults(watch, EMA()), accumulate=accumulate, clip_norm=1.0, clip_value=5.0, log_every=None,
         max_steps=None, max_epochs=1,
     )  # fmt: skip
     assert watch.watched == LAST - FIRST
@@ -89,7 +89,7 @@ class Trace(Callback):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if kind == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=activities)
+        self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # 2.11 warns without
 
     def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
         if batch_idx == FIRST:
@@ -113,7 +113,7 @@ def test_trace_of_the_loop_shows_no_wait_and_no_copy_that_waits(rig: Rig, precis
     trace = Trace(rig.kind)
     rig.fit(
         wide(), rig.batches(40), precision=rig.precision(precision, growth_interval=2000),
-        callbacks=rig.defaults(trace), clip_norm=1.0, log_every=None, max_steps=None, max_epochs=1,
+        callbacks=rig.defaults(trace, EMA()), clip_norm=1.0, log_every=None, max_steps=None, max_epochs=1,
     )  # fmt: skip
     names = trace.between_the_marks()
     updates = LAST - FIRST

@@ -30,8 +30,8 @@ STARTS = {
     "mixed matmul": "torch.set_float32_matmul_precision('high'); b.cuda.matmul.fp32_precision = 'ieee'",
     "mixed conv": "b.cudnn.allow_tf32 = False; b.cudnn.conv.fp32_precision = 'tf32'",
 }
-MIXED = {"matmul leaf", "conv leaf", "rnn leaf", "generic tf32", "generic ieee", "cudnn ieee", "mkldnn bf16"}
-MIXED |= {"mixed matmul", "mixed conv"}
+# Where the two interfaces disagree on every torch that has both; how far "ieee" reaches depends on the release.
+MIXED = {"matmul leaf", "conv leaf", "rnn leaf", "generic tf32", "mkldnn bf16", "mixed matmul", "mixed conv"}
 
 # Switches cannot be put back to "never touched", so every start gets a process of its own: a fork of one that
 # has loaded torch and nothing else.
@@ -112,7 +112,9 @@ def test_tf32_off_is_off_everywhere_and_every_getter_agrees(observed: dict[str, 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_start_state_is_called_mixed_when_a_getter_raises(observed: dict[str, Any], start: str) -> None:
-    assert bool(observed[start]["disagreement"]) is (start in MIXED)
+    raises = "raises" in observed[start]["before"].values()
+    assert bool(observed[start]["disagreement"]) is raises
+    assert raises or start not in MIXED
 
 
 class FakeTrainer:

@@ -30,14 +30,7 @@ from pick_place_policy import ActPolicy
 
 pytestmark = pytest.mark.simulator
 
-EPISODES, VAL_EPISODES = 5, 2
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("demonstrations") / "pick_place"
-    pick_place_data.record(folder, EPISODES, VAL_EPISODES)
-    return str(folder)
+EPISODES, VAL_EPISODES = 5, 2  # what the fixture `root` has recorded
 
 
 @pytest.fixture(scope="module")
