@@ -13,23 +13,28 @@ from ..strategies.errors import CallbackError, CheckpointError, ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from ..trainer.rollout import RolloutReport
     from ..trainer.trainer import Trainer
 
 
 class Checkpoint(Callback):
     """Save every so many steps or minutes, at each new best of a metric, and at the end of the run.
 
-    Kept are the newest ``keep``, the best, and the one that ``last`` leads to. What is not in this run's own
+    Kept are the newest ``keep``, the best, each at a multiple of ``keep_every``, and the one that ``last`` leads to. What is not in this run's own
     ``checkpoints`` folder is never deleted, and nothing is deleted before a newer one is complete.
 
     Args:
         every_steps: Steps between saves; 0 or ``None`` is never.
         every_minutes: Minutes since the save before, looked at after each step; 0 or ``None`` is never.
         keep: How many of the newest are kept, at least 1; ``None`` keeps all.
-        monitor: A validation metric, such as ``"val/loss"``; ``None`` knows no best.
+        keep_every: Steps; a checkpoint at a multiple of it is kept for good. 0 or ``None`` is none.
+        monitor: A metric of validation or of rollouts, such as ``"val/loss"`` or ``"rollout/success_rate"``; ``None``
+            knows no best.
         mode: Whether the best is the smallest or the largest value. NaN and infinities are never best.
         background: Let training go on while a checkpoint is written; it waits for the copy into memory alone. The
             last one of a run is always waited for.
+        save_on_exception: After an error, keep what it left as ``STEP-exception``. It is marked as not exact: no
+            resume takes it by itself, and nothing deletes it.
     """
 
     def __init__(
@@ -40,6 +45,8 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         background: bool = True,
+        keep_every: int | None = None,
+        save_on_exception: bool = False,
     ) -> None:
         if every_steps is not None:
             whole("Checkpoint.every_steps", every_steps, 0, "Use 0 or None to save at no interval of steps.")
@@ -48,17 +55,26 @@ class Checkpoint(Callback):
             number("Checkpoint.every_minutes", every_minutes, least=0, remedy=remedy)
         if keep is not None:
             whole("Checkpoint.keep", keep, 1, "Use None to keep all.")
+        if keep_every is not None:
+            whole("Checkpoint.keep_every", keep_every, 0, "Use 0 or None to keep none for good.")
         if mode not in ("min", "max"):
             raise ConfigError(
                 f"Checkpoint.mode must be 'min' or 'max', got {mode!r}.\nUse 'min' where smaller is better."
             )
         self.every_steps, self.every_minutes = every_steps or 0, every_minutes or 0
         self.keep, self.monitor, self.mode, self.background = keep, monitor, mode, background
+        self.keep_every, self.save_on_exception = keep_every or 0, save_on_exception
         self._best: dict[str, Any] | None = None
         self._other_best: dict[str, Any] | None = None
         self._improved_step: int | None = None
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
+        self._has_begun = False
+
+    def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Nothing can be saved before ``on_fit_start``."""
+        if stage == "fit":
+            self._has_begun = False
 
     def due(self, step: int) -> bool:
         """At the interval, when the minutes are over, and at a new best; once a step."""
@@ -74,6 +90,7 @@ class Checkpoint(Callback):
         """The clock starts, and a run from step 0 has no best yet."""
         self._improved_step = self._saved_step = None
         self._saved_at = time.monotonic()
+        self._has_begun = True
         if trainer.step == 0:
             self._best = None
         if self._other_best is not None:
@@ -90,14 +107,21 @@ class Checkpoint(Callback):
         Raises:
             CallbackError: The monitored metric is not among those of the validation.
         """
-        if self.monitor is None:
-            return
-        if self.monitor not in trainer.metrics:
+        if self.monitor is not None and not self.monitor.startswith("rollout/"):
+            self._look_for_best(trainer, self.monitor)
+
+    def on_rollout_end(self, trainer: Trainer, policy: nn.Module, report: RolloutReport) -> None:
+        """The same for a metric of rollouts; those after the run have no step to be saved at."""
+        if self.monitor is not None and self.monitor.startswith("rollout/") and trainer.status == "running":
+            self._look_for_best(trainer, self.monitor)
+
+    def _look_for_best(self, trainer: Trainer, monitor: str) -> None:
+        if monitor not in trainer.metrics:
             there = ", ".join(sorted(trainer.metrics)) or "none"
             raise CallbackError(
-                f"Checkpoint.monitor is {self.monitor!r}, but the metrics here are: {there}.\nName one of them."
+                f"Checkpoint.monitor is {monitor!r}, but the metrics here are: {there}.\nName one of them."
             )
-        value = float(trainer.metrics[self.monitor])
+        value = float(trainer.metrics[monitor])
         if math.isfinite(value) and (self._best is None or self._is_better(value, self._best["value"])):
             # The name is needed before the save, because this state is part of what is saved.
             self._best = {"value": value, "step": trainer.step, "path": f"{trainer.step:06d}"}
@@ -114,6 +138,13 @@ class Checkpoint(Callback):
         else:
             trainer.wait_for_checkpoint()
             self._delete_others(trainer)
+
+    def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
+        """Keep what the error left, if that was asked for."""
+        if self.save_on_exception and self._has_begun:
+            path = trainer.run_dir / "checkpoints" / f"{trainer.step:06d}-exception"
+            trainer.save_checkpoint(path, exact=False)
+            trainer.event("note", source="Checkpoint", message=f"what the error left is in {path}, which is not exact")
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far: ``value``, ``step``, and ``path`` relative to the run's ``checkpoints``."""
@@ -148,7 +179,8 @@ class Checkpoint(Callback):
         if self._best is not None:
             kept.add(self._best["path"])
         for path in whole:
-            if path.name not in kept:
+            for_good = self.keep_every > 0 and int(path.name) % self.keep_every == 0
+            if path.name not in kept and not for_good:
                 try:
                     trainer.delete_checkpoint(path)
                 except (CheckpointError, OSError) as error:

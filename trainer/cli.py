@@ -103,6 +103,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     fit.set_defaults(takes_keys=True)
     fit.add_argument("files", nargs="*", metavar="RUN.yaml", help="later files win over earlier ones")
     fit.add_argument("--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last")
+    fit.add_argument("--changes", metavar="NAME,...", default="", help="what may differ from the run gone on with")
     fit.add_argument("--audit", action="store_true", help="report in what precision the first step really ran")
     plan = command("plan", commands.plan, "Say what a run file would run, and why.", epilog=KEYS)
     plan.set_defaults(takes_keys=True)

@@ -49,6 +49,7 @@ def fit(request: argparse.Namespace) -> None:
                 optimizer=run.maker("optimizer"),
                 schedule=run.maker("schedule"),
                 resume=request.resume,
+                changes=request.changes,
             )
             unused.pop_all()  # the evaluation closes it
         if env is not None:

@@ -92,7 +92,7 @@ def prepare(
         world_size=distribution.world_size,
     )
     if fresh:
-        _set_statistics(policy, data.stats)
+        set_statistics(policy, data.stats)
     validation = _validation(adapter, val_data, settings, device, trainer.facts)
     parts = _assemble(trainer, adapter, settings, choices, optimizer, schedule, plan)
     plan.add(
@@ -245,17 +245,17 @@ def _validation(
     )
 
 
-def _set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:
+def set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:
     """Give the policy the data's statistics, once, if it asks for them: they are its buffers from then on."""
-    set_statistics = getattr(policy, "set_statistics", None)
-    if not callable(set_statistics):
+    take = getattr(policy, "set_statistics", None)
+    if not callable(take):
         return
     if stats is None:
         raise ConfigError(
             f"{type(policy).__name__} has set_statistics(), but the training dataset has no attribute stats to give it."
             "\nGive the dataset one (feature -> mean, std, ...), or call set_statistics yourself and remove the method."
         )
-    set_statistics(stats)
+    take(stats)
 
 
 def _optimizers(

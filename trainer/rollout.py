@@ -50,6 +50,15 @@ class RolloutReport:
         """The fields as JSON values."""
         return asdict(self) | {"interval": None if self.interval is None else list(self.interval)}
 
+    def metrics(self) -> dict[str, float]:
+        """What a record of a run says of it."""
+        success = {} if self.success_rate is None else {"rollout/success_rate": self.success_rate}
+        return {
+            **success,
+            "rollout/return": float(np.mean(self.returns)),
+            "rollout/length": float(np.mean(self.lengths)),
+        }
+
     def summary(self) -> str:
         """Four aligned lines for a person."""
         if self.interval is None or self.success_rate is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,6 +54,17 @@ class Schedule:
                 f"metrics ({known}).\nName one of them as its monitor, or give val_data to fit."
             )
         self.scheduler.step(metrics[self.monitor])  # type: ignore[arg-type]
+
+    def catch_up(self, intervals: int) -> bool:
+        """Bring a new schedule to where it would be after ``intervals``; false if that hangs on metrics of then."""
+        self.seen = intervals
+        if self.monitor is not None:
+            return False
+        with warnings.catch_warnings():  # torch warns of a schedule that moves before its optimizer
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(intervals // self.frequency):
+                self.scheduler.step()
+        return True
 
     def _check(self) -> None:
         for group in self.scheduler.optimizer.param_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,7 @@ class Trainer(RunView):
         optimizer: OptimizerFactory | None = None,
         schedule: ScheduleFactory | None = None,
         resume: str | Path | None = None,
+        changes: Sequence[str] = (),
     ) -> None:
         """Train ``policy``, in place.
 
@@ -169,6 +170,8 @@ class Trainer(RunView):
             schedule: Makes the schedule from that optimizer; it counts steps.
             resume: ``None`` for a new run, "last" for the newest checkpoint of ``run_dir``, or a path: a run's
                 folder or a checkpoint's.
+            changes: What may differ from the run that is gone on with, by name: "lr" and other settings of the
+                optimizer, "optimizer", "schedule", "batch_size", "accumulate", "data", "statistics".
 
         Raises:
             PolicyfitError: Any of its kinds, before the first batch where that is possible.
@@ -177,6 +180,9 @@ class Trainer(RunView):
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
         checkpoint = self._find_checkpoint(resume)
+        changes = changes.split(",") if isinstance(changes, str) else changes
+        if changes and checkpoint is None:
+            raise ConfigError(f"changes={list(changes)!r} is for a run that is gone on with.\nLeave it out, or resume.")
         run_dir = self._run_dir
         if run_dir is not None and (checkpoint is None or run_of(checkpoint) != run_dir.resolve()):
             check_free(run_dir)
@@ -196,15 +202,15 @@ class Trainer(RunView):
         )
         self._proven = True
         with self._process_state(threads):
-            self._fit(run, checkpoint, saved)
+            self._fit(run, checkpoint, saved, changes)
 
-    def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None) -> None:
+    def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None, changes: Sequence[str]) -> None:
         old = None if checkpoint is None else run_of(checkpoint)
         run.run_dir = (self._run_dir or old or new_name(type(run.policy).__name__)).absolute()
         self._run, self._status = run, "running"
         try:
             if saved is not None and checkpoint is not None:
-                self._plan.notes += state.restore(run, saved, checkpoint)
+                self._plan.notes += state.restore(run, saved, checkpoint, changes)
             run.start()
             self.callbacks.call("setup", self, run.policy, "fit")
             self._write_description(run, new=old is None)  # what was refused until here wrote nothing
@@ -317,7 +323,9 @@ class Trainer(RunView):
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: str | Path | None = None, *, background: bool = False) -> Path:
+    def save_checkpoint(
+        self, path: str | Path | None = None, *, background: bool = False, exact: bool = True
+    ) -> Path:
         """Save the run as it stands, complete or not at all; returns the checkpoint's folder.
 
         Args:
@@ -335,7 +343,7 @@ class Trainer(RunView):
                 "save_checkpoint() was called during a validation or rollout, in which other weights may stand in.\n"
                 "Call it from on_validation_end, on_rollout_end or on_due."
             )
-        return state.save(self._active, path, background=background)
+        return state.save(self._active, path, background=background, exact=exact)
 
     def wait_for_checkpoint(self) -> None:
         """Until a save in the background is complete.
@@ -399,6 +407,8 @@ class Trainer(RunView):
     def evaluate(self, policy: nn.Module, env: Any, episodes: int = 50, *, seed: int = 10_000) -> RolloutReport:
         """Let ``policy`` act for ``episodes`` episodes and measure its success.
 
+        Inside a run its ``rollout/...`` metrics become a record of the step.
+
         Args:
             policy: A module with ``select_action(observation)`` and, if it keeps state, ``reset()``.
             env: A Gymnasium (vector) environment, which is closed afterwards, or a function that makes one.
@@ -414,6 +424,9 @@ class Trainer(RunView):
             with self.evaluating(policy):
                 self.callbacks.call("on_rollout_start", self, policy)
                 report = rollout(policy, env, episodes=episodes, seed=seed, act=act, to_device=self.device.move)
+            if self._status == "running":
+                counters = self._active.counters
+                self.emit({"step": counters.step, "epoch": counters.epoch, **report.metrics()})
             self.callbacks.call("on_rollout_end", self, policy, report)
         return report
 

@@ -29,6 +29,7 @@ class FakeTrainer:
         self.undeletable: set[str] = set()
         self.callback: Checkpoint | None = None
         self.waits = 0
+        self.status = "running"
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def wait_for_checkpoint(self) -> None:
@@ -314,3 +315,24 @@ def test_second_run_with_the_same_callback_starts_without_a_best(tmp_path: Path)
 def test_setting_that_cannot_be_meant_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Checkpoint(**settings)
+
+
+def test_checkpoint_at_a_multiple_of_keep_every_is_kept_for_good(tmp_path: Path) -> None:
+    trainer, callback = start(tmp_path, every_steps=2, keep=1, keep_every=6)
+    drive(trainer, callback, range(1, 16))
+    callback.on_fit_end(trainer, POLICY)
+    assert trainer.steps() == [6, 12, 15]
+
+
+def test_best_rollout_is_saved_and_one_after_the_run_is_not(tmp_path: Path) -> None:
+    trainer, callback = start(tmp_path, every_steps=None, monitor="rollout/success_rate", mode="max")
+    for step, rate in ((1, 0.2), (2, math.nan), (3, 0.9), (4, 0.5)):
+        trainer.step, trainer.metrics = step, {"rollout/success_rate": rate}
+        callback.on_validation_end(trainer, POLICY)  # has no rollout to look at
+        callback.on_rollout_end(trainer, POLICY, None)
+        if callback.due(step):
+            callback.on_due(trainer, POLICY)
+    assert trainer.saved == [1, 3]
+    trainer.status, trainer.metrics = "completed", {}
+    callback.on_rollout_end(trainer, POLICY, None)
+    assert callback.state_dict()["step"] == 3

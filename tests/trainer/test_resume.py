@@ -180,8 +180,8 @@ def test_a_fresh_run_refuses_a_folder_that_holds_one_and_changes_nothing(tmp_pat
     ("change", "message"),
     [
         ({"seed": 8}, "began with seed=7"),
-        ({"batch_size": 8}, "had batches_per_epoch=6, and now it is 3"),
-        ({"accumulate": 2}, "had accumulate=1, and now it is 2"),
+        ({"batch_size": 8}, "batch_size was 4 and is now 8"),
+        ({"accumulate": 2}, "accumulate was 1 and is now 2"),
     ],
 )
 def test_what_would_change_the_samples_is_refused_at_resume(
@@ -248,9 +248,11 @@ def test_precision_can_change_at_resume_and_the_plan_says_so(before: str, after:
     start(tmp_path / "run", before, Recorder())
     trainer = start(tmp_path / "run", after, Recorder(), resume=str(tmp_path / "run" / "checkpoints" / "000015"))
     assert trainer.step == 17
-    told = [note for note in trainer.plan.notes if note.startswith("precision was")]
-    restart = "; the loss scale starts anew" if after == "fp16" else ""
-    assert told == ([] if before == after else [f"precision was {before} and is now {after}{restart}"])
+    told = [note for note in trainer.plan.notes if not note.startswith("resumed from")]
+    kept = "kept: the weights; the state of the optimizer; the position in the data; the random streams"
+    said = [f"changed: precision was {before} and is now {after}", kept]
+    said += ["reset: the loss scale"] if after == "fp16" else []
+    assert told == ([] if before == after else said)
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
