@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from policyfit.trainer.checkpoint import CheckpointState, write_checkpoint
@@ -42,6 +43,7 @@ def main() -> None:
     optimizer.step()
     folder = Path(tempfile.mkdtemp())
     saver = Saver(pinned=False, synchronize=lambda: None)
+    under_way: list[Any] = []  # futures of DCP
 
     def flat() -> dict[str, torch.Tensor]:
         tensors = {f"model.{name}": value for name, value in policy.state_dict().items()}
@@ -59,6 +61,7 @@ def main() -> None:
         "torch.save": lambda: torch.save(both(), folder / "torch.pt"),
         "safetensors": lambda: save_file(flat(), folder / "flat.safetensors"),
         "DCP": lambda: dcp_save(flat(), checkpoint_id=folder / "dcp", no_dist=True),
+        "DCP async": lambda: under_way.append(dcp_async_save(flat(), checkpoint_id=folder / "async", no_dist=True)),
         "policyfit, foreground": lambda: write_checkpoint(folder / "000001", state_of(policy, optimizer)),
         "policyfit, background": lambda: saver.save(state_of(policy, optimizer), in_background),
     }
@@ -70,6 +73,8 @@ def main() -> None:
                 save()
                 times[name].append(time.perf_counter() - start)
                 saver.wait()
+                while under_way:
+                    under_way.pop().result()
     finally:
         shutil.rmtree(folder)
     size = sum(tensor.nbytes for tensor in flat().values()) / 1e6

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
 class Checkpoint(Callback):
     """Save every so many steps or minutes, at each new best of a metric, and at the end of the run.
 
-    Kept are the newest ``keep``, the best, each at a multiple of ``keep_every``, and the one that ``last`` leads to. What is not in this run's own
-    ``checkpoints`` folder is never deleted, and nothing is deleted before a newer one is complete.
+    Kept are the newest ``keep``, the best, each at a multiple of ``keep_every``, and the one that ``last`` leads to.
+    What is not in this run's own ``checkpoints`` folder is never deleted, and nothing is deleted before a newer one is
+    complete.
 
     Args:
         every_steps: Steps between saves; 0 or ``None`` is never.
-        every_minutes: Minutes since the save before, looked at after each step; 0 or ``None`` is never.
+        every_minutes: Minutes since the save before, looked at after each step (with several ranks: at each log record);
+            0 or ``None`` is never.
         keep: How many of the newest are kept, at least 1; ``None`` keeps all.
         keep_every: Steps; a checkpoint at a multiple of it is kept for good. 0 or ``None`` is none.
         monitor: A metric of validation or of rollouts, such as ``"val/loss"`` or ``"rollout/success_rate"``; ``None``
@@ -35,6 +39,8 @@ class Checkpoint(Callback):
             last one of a run is always waited for.
         save_on_exception: After an error, keep what it left as ``STEP-exception``. It is marked as not exact: no
             resume takes it by itself, and nothing deletes it.
+        remote: An fsspec URL, such as ``"s3://bucket/run"``, where a copy of the run's folder is kept in the same way:
+            its checkpoints, ``config.yaml`` and ``metrics.jsonl``.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Checkpoint(Callback):
         background: bool = True,
         keep_every: int | None = None,
         save_on_exception: bool = False,
+        remote: str | None = None,
     ) -> None:
         if every_steps is not None:
             whole("Checkpoint.every_steps", every_steps, 0, "Use 0 or None to save at no interval of steps.")
@@ -64,12 +71,14 @@ class Checkpoint(Callback):
         self.every_steps, self.every_minutes = every_steps or 0, every_minutes or 0
         self.keep, self.monitor, self.mode, self.background = keep, monitor, mode, background
         self.keep_every, self.save_on_exception = keep_every or 0, save_on_exception
+        self.remote = remote
         self._best: dict[str, Any] | None = None
         self._other_best: dict[str, Any] | None = None
         self._improved_step: int | None = None
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._has_begun = False
+        self._is_alone, self._main_says_so = True, False
 
     def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
         """Nothing can be saved before ``on_fit_start``."""
@@ -83,14 +92,32 @@ class Checkpoint(Callback):
         return (
             (self.every_steps > 0 and step % self.every_steps == 0)
             or step == self._improved_step
-            or (self.every_minutes > 0 and time.monotonic() - self._saved_at >= 60 * self.every_minutes)
+            or (self.every_minutes > 0 and (self._minutes_are_over() if self._is_alone else self._main_says_so))
         )
 
+    def _minutes_are_over(self) -> bool:
+        return time.monotonic() - self._saved_at >= 60 * self.every_minutes
+
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
+        """Where there are several ranks, the clock of rank 0 is asked whenever the training is logged, on all alike."""
+        if self.every_minutes > 0 and not self._is_alone and "lr" in record:
+            self._main_says_so = trainer.distribution.broadcast(self._minutes_are_over())
+
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
-        """The clock starts, and a run from step 0 has no best yet."""
+        """The clock starts, and a run from step 0 has no best yet.
+
+        Raises:
+            ConfigError: A new run would mix its checkpoints with those of another at ``remote``.
+        """
+        if self.remote is not None and trainer.remote_run(self.remote).names() and not trainer.resumed:
+            raise ConfigError(
+                f"{self.remote} already holds the checkpoints of a run, and nothing of it is overwritten.\n"
+                f"Go on with it by resume={self.remote!r}, or choose another URL."
+            )
         self._improved_step = self._saved_step = None
         self._saved_at = time.monotonic()
         self._has_begun = True
+        self._is_alone, self._main_says_so = trainer.distribution.world_size == 1, False
         if trainer.step == 0:
             self._best = None
         if self._other_best is not None:
@@ -126,6 +153,8 @@ class Checkpoint(Callback):
             # The name is needed before the save, because this state is part of what is saved.
             self._best = {"value": value, "step": trainer.step, "path": f"{trainer.step:06d}"}
             self._improved_step = trainer.step
+            if trainer.step == self._saved_step:  # the last validation comes after the interval's save
+                self._saved_step = None
 
     def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save, and delete what is not to be kept, once what replaces it is complete."""
@@ -137,6 +166,7 @@ class Checkpoint(Callback):
             self._save(trainer, background=False)
         else:
             trainer.wait_for_checkpoint()
+            self._upload_if_missing(trainer)
             self._delete_others(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
@@ -165,23 +195,42 @@ class Checkpoint(Callback):
         if background:  # the one before is complete by now, and this one will be by the next
             trainer.wait_for_checkpoint()
             self._delete_others(trainer)
-        trainer.save_checkpoint(background=background)
-        self._saved_step, self._saved_at = trainer.step, time.monotonic()
+        trainer.save_checkpoint(background=background, remote=self.remote)
+        self._saved_step, self._saved_at, self._main_says_so = trainer.step, time.monotonic(), False
         if not background:
             self._delete_others(trainer)
 
+    def _upload_if_missing(self, trainer: Trainer) -> None:
+        """The last copy, made in the background, may have failed; now that is an error."""
+        last = f"{trainer.step:06d}"
+        if (
+            self.remote is not None
+            and trainer.is_main
+            and last not in (copy := trainer.remote_run(self.remote)).names()
+        ):
+            copy.upload(trainer.run_dir / "checkpoints" / last)
+
     def _delete_others(self, trainer: Trainer) -> None:
-        if self.keep is None:
+        if self.keep is None or not trainer.is_main:
             return
-        whole = trainer.checkpoints()
-        last = (trainer.run_dir / "checkpoints" / "last").resolve()
-        kept = {path.name for path in whole[-self.keep :]} | {last.name}
-        if self._best is not None:
-            kept.add(self._best["path"])
-        for path in whole:
-            for_good = self.keep_every > 0 and int(path.name) % self.keep_every == 0
-            if path.name not in kept and not for_good:
-                try:
-                    trainer.delete_checkpoint(path)
-                except (CheckpointError, OSError) as error:
-                    trainer.event("warning", message=f"{error} It is tried again at the next save.")
+        last = (trainer.run_dir / "checkpoints" / "last").resolve().name
+        whole = {path.name: path for path in trainer.checkpoints()}
+        for name in self._superfluous(list(whole), last):
+            self._try(trainer, partial(trainer.delete_checkpoint, whole[name]))
+        if self.remote is not None:
+            copy = trainer.remote_run(self.remote)
+            names: list[str] = []
+            self._try(trainer, lambda: names.extend(copy.names()))
+            for name in self._superfluous(names, last):
+                self._try(trainer, partial(copy.delete, name))
+
+    def _superfluous(self, names: list[str], last: str) -> list[str]:
+        """Those of the checkpoints, oldest first, that are not to be kept."""
+        kept = {*names[-(self.keep or 0) :], last, "" if self._best is None else self._best["path"]}
+        return [n for n in names if n not in kept and not (self.keep_every and int(n) % self.keep_every == 0)]
+
+    def _try(self, trainer: Trainer, delete: Callable[[], object]) -> None:
+        try:
+            delete()
+        except (CheckpointError, OSError) as error:
+            trainer.event("warning", message=f"{error} It is tried again at the next save.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..strategies.checks import number
+from ..strategies.checks import number, true_or_false
 from ..strategies.errors import CallbackError, CheckpointError
 from .callback import Callback
 
@@ -31,19 +31,25 @@ class EMA(Callback):
         evaluate: Validate and roll out with the averaged weights, also after the run, unless the weights were changed
             since. The raw ones come back afterwards, whatever happens.
 
+    Raises:
+        ConfigError: An argument is not of its kind or out of range.
+
     Source: Polyak and Juditsky (1992), "Acceleration of Stochastic Approximation by Averaging"; the warm-up is that
     of TensorFlow's ExponentialMovingAverage.
     """
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = True, evaluate: bool = True) -> None:
         number("EMA.decay", decay, above=0, below=1, remedy="Use 0.999 to average over about a thousand steps.")
+        true_or_false("EMA.warmup", warmup)
+        true_or_false("EMA.evaluate", evaluate)
         self.decay, self.warmup, self.evaluate = decay, warmup, evaluate
         #: The steps that the average has seen.
         self.steps = 0
         self._parameters: list[nn.Parameter] = []
         self._averages: list[Tensor] = []
         self._resumed = False
-        self._norms: list[float] | None = None
+        #: The weights at the end of the run, to which the average belongs.
+        self._last: list[Tensor] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps it has seen; the average itself stands in ``pretrained_model_ema/``."""
@@ -66,7 +72,7 @@ class EMA(Callback):
                 "A run keeps one EMA: a checkpoint has one place for averaged weights, and so has a validation.\n"
                 "Remove the others from callbacks."
             )
-        self._parameters, self._averages, self._norms = [], [], None
+        self._parameters, self._averages, self._last = [], [], None
 
     def on_save_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Add the policy with averaged weights."""
@@ -81,7 +87,10 @@ class EMA(Callback):
             CheckpointError: The checkpoint has a count and no average.
         """
         if not self._resumed:
-            message = f"the checkpoint has no average of weights, so it begins anew with those of step {trainer.step}"
+            found = "has no average of weights, so it begins"
+            if "ema" in checkpoint.get("models", {}):
+                found = f"has an average of a callback other than {self.state_key!r}, so this one's begins"
+            message = f"the checkpoint {found} anew with those of step {trainer.step}"
             trainer.event("warning", source="EMA", message=message)
             return
         saved = checkpoint.get("models", {}).get("ema")
@@ -118,7 +127,7 @@ class EMA(Callback):
         if not self.evaluate or not any(id(p) in own for p in self._parameters) or self._changed_since(trainer):
             yield
             return
-        raw = [p.detach().clone() for p in self._parameters]
+        raw = self._last or self._weights()
         try:
             self._fill_parameters(self._averages)
             yield
@@ -127,13 +136,13 @@ class EMA(Callback):
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Note which weights the average belongs to, for what is evaluated after the run."""
-        self._norms = self._norms_now()
+        self._last = self._weights()
 
     def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
         """The same for a run that failed; the next one is another, unless a state is loaded for it."""
         if stage == "fit":
             self._resumed = False
-            self._norms = self._norms or self._norms_now()
+            self._last = self._last or self._weights()
 
     def _begin(self, trainer: Trainer, policy: nn.Module) -> None:
         held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -143,14 +152,14 @@ class EMA(Callback):
         ]
 
     def _changed_since(self, trainer: Trainer) -> bool:
-        if self._norms is None or self._norms == self._norms_now():
+        if self._last is None or all(map(_same, self._parameters, self._last)):
             return False
         message = "the weights were changed after the run, so they are used as they are, and not the run's average"
         trainer.event("warning", source="EMA", message=message)
         return True
 
-    def _norms_now(self) -> list[float]:
-        return [float(p.detach().norm()) for p in self._parameters]
+    def _weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self._parameters]
 
     def _fill_parameters(self, values: list[Tensor]) -> None:
         # Through .data: a backward under way may hold the weights, which are the same again when it goes on.
@@ -168,3 +177,8 @@ class EMA(Callback):
         finally:
             for parameter, weights in zip(self._parameters, raw, strict=True):
                 parameter.data = weights
+
+
+def _same(parameter: Tensor, weights: Tensor) -> bool:
+    now = parameter.detach()
+    return now.dtype == weights.dtype and torch.equal(now.to(weights.device), weights)

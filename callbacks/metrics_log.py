@@ -28,14 +28,26 @@ class MetricsLog(Callback):
     def __init__(self) -> None:
         self._file: TextIO | None = None
         self._early: list[Mapping[str, Any]] = []  # events from before on_fit_start, which opens the file
+        self._last_step, self._records = 0, 0  # the last step with a record, and how many it has
+        self._saved: tuple[int, int] | None = None  # the same at the checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many records the last step that has one had: those of after the checkpoint come again."""
+        return {"step": self._last_step, "records": self._records}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        self._last_step, self._records = self._saved = (int(state["step"]), int(state["records"]))
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
         """Bring the file to the state of the checkpoint, and open it."""
+        if self._saved is None:
+            self._last_step, self._records = 0, 0
         if not trainer.is_main:
             return
         path = trainer.run_dir / "metrics.jsonl"
         if path.exists():  # also of a run that was saved before its first step
-            _cut(path, trainer.resumed_step, trainer.updates)
+            _cut(path, trainer.resumed_step, trainer.updates, self._saved)
         self._file = path.open("a", encoding="utf-8")
         for record in self._early:
             _write(self._file, record)
@@ -43,6 +55,9 @@ class MetricsLog(Callback):
 
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
         """Write one line, at once."""
+        if "event" not in record:
+            self._records = self._records + 1 if record["step"] == self._last_step else 1
+            self._last_step = record["step"]
         if self._file is not None:
             _write(self._file, record)
         elif trainer.is_main:
@@ -51,6 +66,7 @@ class MetricsLog(Callback):
     def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
         """Close the file; a stage without a fit leaves none."""
         if stage == "fit":
+            self._saved = None
             if self._file is not None:
                 self._file.close()
             self._file = None
@@ -74,19 +90,26 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _cut(path: Path, last_step: int, last_update: int) -> None:
+def _cut(path: Path, last_step: int, last_update: int, saved: tuple[int, int] | None) -> None:
     """Keep what was written up to a step; a skipped update makes none, so its events go by the update.
+
+    What was recorded at that very step after the checkpoint, such as a last validation, goes too: ``saved`` says of
+    the last step that had records how many it had.
 
     Raises:
         CallbackError: A whole line is not a record.
     """
     # A line without its end was being written when the run was killed.
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    kept = []
+    kept: list[str] = []
+    records, most = 0, None if saved is None else saved[1] if saved[0] == last_step else 0
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             after = record["step"] > last_step or record.get("update", 0) > last_update
+            if record["step"] == last_step and "event" not in record:
+                records += 1
+                after = after or (most is not None and records > most)
         except (ValueError, KeyError, TypeError) as error:
             raise CallbackError(
                 f"Line {number} of {path} is not a record of metrics, so the run cannot go on in it.\n"

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..strategies.checks import true_or_false
 from .audit_recorder import POLICY
 from .callback import Callback
-from .replay import KeptMicroBatch, Origin
+from .replay import KeptMicroBatch, find_origin
 
 if TYPE_CHECKING:
     from ..trainer.outcome import Outcome
@@ -26,15 +27,21 @@ class OverflowReport(Callback):
 
     Args:
         replay: Also compute the micro-batches of a skipped update once more, and name the first module whose output,
-            or the first op whose gradient, went non-finite. The replay changes nothing of the run. It keeps a copy of
-            every micro-batch until its update has landed and settles every update at once, so it is for the hunt and
-            not for every run. Stand it behind callbacks that change batches in ``on_train_batch_start``.
+            or the first op whose gradient, went non-finite. The replay changes nothing of the run, and says what it
+            could not look at. It keeps a copy of the weights and of every micro-batch until their update has landed
+            and settles every update at once, so it is for the hunt and not for every run. Stand it behind callbacks
+            that change batches in ``on_train_batch_start``.
+
+    Raises:
+        ConfigError: ``replay`` is neither true nor false.
     """
 
     def __init__(self, replay: bool = False) -> None:
+        true_or_false("OverflowReport.replay", replay)
         self.replay = self.needs_outcome_now = replay
         self._losses: dict[int, Tensor] = {}
         self._kept: list[KeptMicroBatch] = []
+        self._error: Exception | None = None
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
         """Begin with nothing kept."""
@@ -43,7 +50,11 @@ class OverflowReport(Callback):
     def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
         """Keep what the forward is about to use."""
         if self.replay:
-            self._kept.append(KeptMicroBatch(trainer, policy, batch, batch_idx))
+            earlier = self._kept[-1] if self._kept else None
+            try:
+                self._kept.append(KeptMicroBatch(trainer, policy, batch, batch_idx, earlier))
+            except Exception as error:  # the report says so, and the run goes on
+                self._error = error
 
     def on_before_backward(self, trainer: Trainer, policy: nn.Module, loss: Tensor) -> None:
         """Keep the loss, on the device."""
@@ -53,7 +64,7 @@ class OverflowReport(Callback):
         """Report a skip."""
         # Settled late, the update is followed by micro-batches of the next one.
         losses = {n: self._losses.pop(n) for n in list(self._losses) if n < outcome.micro_batches}
-        window, self._kept = self._kept, []
+        window, self._kept, error, self._error = self._kept, [], self._error, None
         if outcome.landed or outcome.norms is None:
             return
         names = _worst_first(outcome)
@@ -69,10 +80,16 @@ class OverflowReport(Callback):
         }
         if outcome.scale is not None and outcome.step == 0:  # the scale has not found its height yet
             fields["calibration"] = True
-        if window and outcome.reason == "non_finite":
-            origin = _origin(trainer, policy, window, losses)
-            fields["origin"] = None if origin is None else asdict(origin)
-            message += f"; it began in {origin}" if origin else "; computed once more all of it is finite"
+        if self.replay and outcome.reason == "non_finite":
+            try:
+                if error is not None:
+                    raise error
+                found, words = _replay(trainer, policy, window, losses)
+            except Exception as failure:  # what ends a replay is no reason to end the run
+                found = {"origin": None, "replay_error": f"{type(failure).__name__}: {failure}"}
+                words = f"; it could not be computed once more: {found['replay_error']}"
+            fields |= found
+            message += words
         trainer.event("overflow", message=message, **fields)
 
     def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
@@ -83,6 +100,7 @@ class OverflowReport(Callback):
     def _forget(self) -> None:
         self._losses.clear()
         self._kept.clear()
+        self._error = None
 
 
 def _worst_first(outcome: Outcome) -> list[str]:
@@ -103,13 +121,14 @@ def _message(outcome: Outcome, names: list[str], where: list[str], loss_finite: 
     return f"{cause} {len(names)} of {len(outcome.names)} gradients were not finite, in {modules}; worst: {names[0]}"
 
 
-def _origin(
+def _replay(
     trainer: Trainer, policy: nn.Module, window: list[KeptMicroBatch], losses: dict[int, Tensor]
-) -> Origin | None:
-    """That of the first micro-batch which is not finite."""
-    for kept in window:
-        if kept.number in losses:
-            origin = kept.origin(trainer, policy, losses[kept.number])
-            if origin is not None:
-                return origin
-    return None
+) -> tuple[dict[str, Any], str]:
+    """Fields and words on where it began, and on what could not be looked at."""
+    origin, unseen = find_origin(trainer, policy, window, losses)
+    fields: dict[str, Any] = {"origin": None if origin is None else asdict(origin)}
+    words = f"; it began in {origin}" if origin else "; computed once more all of it is finite"
+    if unseen:
+        fields["unseen"] = unseen[:_SHOWN]
+        words += f"; not looked at, as torch cannot: {', '.join(unseen[:3])}"
+    return fields, words

@@ -56,6 +56,19 @@ def number(
     raise ConfigError(f"{name} must be a finite number{f' {words}' if words else ''}, got {value!r}.\n{remedy}")
 
 
+def true_or_false(name: str, value: object) -> None:
+    """Refuse what is not a bool: the text "false" and the number 0 are none.
+
+    Args:
+        name: The setting as the user wrote it.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}.\nLeave it out for the default.")
+
+
 def seed_number(name: str, value: object) -> None:
     """Refuse what is not a seed: a whole number from 0 to 2**63 - 1.
 

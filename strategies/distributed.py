@@ -1,13 +1,23 @@
-"""How a run is spread over processes: the verbs, and the single process as the plain case of them."""
+"""How a run is spread over processes: the verbs, and the single process as the plain case of them.
+
+Every rank calls the verbs that talk (``reduce_*``, ``whole``, ``broadcast``, ``gather``, ``sync_buffers``,
+``whole_weights``) in the same order; none of the first two and ``sync_buffers`` makes the host wait for the device.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from .errors import DistributedError
+from .facts import MachineFacts, world_size
+
+T = TypeVar("T")
 
 
 class DistributionStrategy(ABC):
@@ -26,31 +36,120 @@ class DistributionStrategy(ABC):
         """Whether this process writes and prints."""
         return self.rank == 0
 
+    # A run ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check(self, facts: MachineFacts) -> None:
+        """Refuse what could not be the run that was asked for; a pure function of its arguments.
+
+        Raises:
+            DistributedError: The launched processes do not fit, or the environment would change the run.
+        """
+
     @abstractmethod
     def setup(self, device: torch.device) -> None:
-        """Join the other processes."""
+        """Join the other processes; from here on ``rank``, ``local_rank`` and ``world_size`` are theirs."""
 
     @abstractmethod
     def teardown(self) -> None:
-        """Leave them; called once, also after an error."""
+        """Leave them; called once, also after an error, and never waits for them."""
 
     @abstractmethod
     def wrap(self, policy: nn.Module) -> nn.Module:
-        """The module whose forward trains: ``policy`` itself, or a wrapper that talks to the other ranks."""
+        """The module whose forward trains: ``policy`` itself, or a wrapper that talks to the other ranks.
+
+        Every rank has the weights and buffers of rank 0 afterwards.
+        """
+
+    def method_of(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """The policy's method, such as ``training_step``, run through a module of ``wrap`` as its forward is."""
+        return getattr(module, name)  # type: ignore[no-any-return]
 
     @abstractmethod
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """The context of a backward that does not close its window, so that ranks need not talk yet."""
+        """The context of a forward and backward that do not close their window, so that ranks need not talk yet."""
+
+    #: Whether ``contribute_nothing`` can stand in for a forward and backward that failed here.
+    can_contribute_nothing: bool = False
+
+    def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
+        """``step``, a function that runs the policy's forward, called through a module of ``wrap`` as it has to be."""
+        return step
+
+    def contribute_nothing(self, module: nn.Module) -> None:
+        """Take part in the backward that closes the others' window, with gradients of zero."""
+
+    # What ranks agree on -------------------------------------------------------------------------------------
 
     @abstractmethod
     def reduce_max(self, flags: Tensor) -> None:
         """Make ``flags``, float32 on the device, the largest over all ranks, in place and without waiting."""
+
+    @abstractmethod
+    def reduce_sum(self, values: Tensor) -> None:
+        """Make ``values``, on the device, their sum over all ranks, in place and without waiting."""
+
+    @abstractmethod
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank; anything that can be pickled."""
+
+    @abstractmethod
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value in the order of ranks, on every rank; anything that can be pickled."""
+
+    @abstractmethod
+    def sync_buffers(self, policy: nn.Module) -> None:
+        """Give every rank the buffers of rank 0, without waiting."""
+
+    # Parts and wholes ----------------------------------------------------------------------------------------
+
+    def norms(self, norms: Tensor) -> Tensor:
+        """The L2 norm of each whole gradient, given those of the local parts, shape (gradients,)."""
+        return norms
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter, gradient or state that is here; writing to it in place writes the tensor."""
+        return tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a parameter, gradient or state, on every rank."""
+        return tensor
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Of a whole tensor what belongs where ``like`` is, of the same kind as ``like``; does not talk."""
+        return whole
+
+    def whole_weights(self, policy: nn.Module) -> AbstractContextManager[Any]:
+        """The context in which each rank can run the policy alone, under ``no_grad``, without the others."""
+        return nullcontext()
+
+    # When a rank is lost -------------------------------------------------------------------------------------
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether an error says that ranks could not talk to each other, so that ``lost`` can say more."""
+        return False
+
+    def lost(self, error: BaseException) -> DistributedError:
+        """What to raise in place of an error of talking: which ranks no longer answer, or what one of them left."""
+        return DistributedError(f"A collective failed: {type(error).__name__}: {error}")
+
+    def report(self, error: BaseException) -> None:
+        """Leave this rank's error for the others to find, before it leaves them; never raises."""
 
 
 class SingleProcess(DistributionStrategy):
     """``none``: one process on one device."""
 
     name = "none"
+
+    def check(self, facts: MachineFacts) -> None:
+        """Refuse to be one of several that know nothing of each other."""
+        if (world := world_size(facts)) > 1:
+            raise DistributedError(
+                f"distributed='none' was requested, but a launcher started {world} processes (WORLD_SIZE), each of "
+                "which would train a policy of its own.\n"
+                "Use distributed='auto', or start one process without a launcher."
+            )
 
     def setup(self, device: torch.device) -> None:
         """Nobody to join."""
@@ -68,3 +167,17 @@ class SingleProcess(DistributionStrategy):
 
     def reduce_max(self, flags: Tensor) -> None:
         """Its own flags are all there are."""
+
+    def reduce_sum(self, values: Tensor) -> None:
+        """Its own values are all there are."""
+
+    def broadcast(self, value: T) -> T:
+        """Its own value."""
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """Its own value alone."""
+        return [value]
+
+    def sync_buffers(self, policy: nn.Module) -> None:
+        """They are its own."""

@@ -28,9 +28,12 @@ MASKS: dict[Build, tuple[str, ...]] = {
     "xpu": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
     "mps": (),
 }
-_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
-_SWITCHES = ("HIPBLASLT_ALLOW_TF32", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
-_VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], *_SWITCHES, *_RANKS)
+#: By these the processes of a run find each other.
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SWITCHES = ("HIPBLASLT_ALLOW_TF32", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
+_VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], *_SWITCHES, *RENDEZVOUS)
+#: accelerate and its launcher read what begins with these.
+PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +142,11 @@ def probe(root: Path = Path("/")) -> MachineFacts:
         cpu_bf16=has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         cpu_fp16=has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        environment=tuple((name, os.environ[name]) for name in _VARIABLES if name in os.environ),
+        environment=tuple(
+            (name, value)
+            for name, value in sorted(os.environ.items())
+            if name in _VARIABLES or name.startswith(PREFIXES)
+        ),
         amd_gpu_present=any(map(_is_amd_gpu, root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"))),
         nvidia_gpu_present=any(root.glob("proc/driver/nvidia/gpus/*")) or any(root.glob("dev/nvidia[0-9]*")),
         fault=" ".join(" ".join(said).split()),

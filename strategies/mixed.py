@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .errors import ConfigError, PrecisionError
 from .facts import MachineFacts
@@ -147,26 +146,25 @@ class FP16(MixedPrecision):
         super().setup(device)
         self._scaler = LossScaler(self.settings, device)
         weight = torch.ones(4, dtype=torch.float32, device=device, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.0)
         flag = torch.ones((), dtype=torch.float32, device=device)
         self.backward((weight * 3.0).sum() / self.settings.init_scale)
-        self._scaler.unscale([optimizer], flag)
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        self._scaler.unscale([gradient], flag)
         expected = torch.full_like(weight, 3.0) / self.settings.init_scale
         # Not torch.equal: a scale that is no power of two rounds.
-        if weight.grad is None or not torch.allclose(weight.grad, expected, rtol=1e-5) or bool(flag):
+        if not torch.allclose(gradient, expected, rtol=1e-5) or bool(flag):
             raise PrecisionError(
                 f"precision='fp16' is not sound on {device}: a known gradient of {float(expected[0])} came back from "
-                f"scaling and unscaling as {weight.grad}.\nUse precision='no', and report this to the makers of torch."
+                f"scaling and unscaling as {gradient}.\nUse precision='no', and report this to the makers of torch."
             )
-        self._scaler.forget()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss."""
         self._scaler.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
 
-    def unscale(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor], non_finite: Tensor) -> None:
-        """Unscale every gradient once; torch checks them on the way."""
-        self._scaler.unscale(optimizers, non_finite)
+    def unscale(self, gradients: Sequence[Tensor], non_finite: Tensor) -> None:
+        """Unscale every gradient once; torch's kernel checks them on the way."""
+        self._scaler.unscale(gradients, non_finite)
 
     @property
     def scale(self) -> Tensor:
@@ -174,13 +172,18 @@ class FP16(MixedPrecision):
         return self._scaler.scale
 
     @property
+    def first_scale(self) -> float:
+        """That of the settings, or of a state that was loaded."""
+        return self._scaler.first_scale
+
+    @property
     def min_scale(self) -> float:
         """The floor of the settings."""
         return self.settings.min_scale
 
-    def settle_scale(self) -> None:
+    def settle_scale(self, non_finite: Tensor) -> None:
         """Back off after an overflow, grow after a long time without, within the limits."""
-        self._scaler.update()
+        self._scaler.update(non_finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, factors, interval and growth tracker."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .errors import ConfigError, PrecisionError
 from .facts import MachineFacts
@@ -106,7 +105,7 @@ class PrecisionStrategy(ABC):
         """Add the gradients of ``loss``, a scalar."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def unscale(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor], non_finite: Tensor) -> None:
+    def unscale(self, gradients: Sequence[Tensor], non_finite: Tensor) -> None:
         """Bring the gradients to the units of the loss, once a window, before anything looks at them.
 
         ``non_finite``, a 0-dimensional float32 on the device, becomes 1.0 when any is inf or NaN, else 0.0.
@@ -129,12 +128,17 @@ class PrecisionStrategy(ABC):
         return None
 
     @property
+    def first_scale(self) -> float | None:
+        """The scale with which the run begins or goes on, known without asking the device; ``None`` without one."""
+        return None
+
+    @property
     def min_scale(self) -> float | None:
         """The scale at which a run is given up; ``None`` without a scale."""
         return None
 
-    def settle_scale(self) -> None:
-        """Move the loss scale by what ``unscale`` found; once an update, after the optimizers."""
+    def settle_scale(self, non_finite: Tensor) -> None:
+        """Move the loss scale by what ``unscale`` found on any rank; once an update, after the optimizers."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """The scaler's state in JSON values, or ``None`` without a scaler."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .checks import number, whole
 from .errors import CheckpointError, ConfigError, PrecisionError
@@ -80,7 +79,7 @@ def grad_scaler_config(settings: GradScalerConfig | Mapping[str, Any] | None) ->
 
 
 class LossScaler:
-    """torch's ``GradScaler`` on one device, driven in its four verbs and never through ``step``.
+    """torch's ``GradScaler`` on one device; its ``unscale_`` is done here, on the gradients' own parts of this rank.
 
     Raises:
         PrecisionError: torch disabled the scaler, as it does in silence for a backend that is not there.
@@ -88,6 +87,7 @@ class LossScaler:
 
     def __init__(self, settings: GradScalerConfig, device: torch.device) -> None:
         self.settings = settings
+        self.first_scale = settings.init_scale
         self._torch = torch.amp.GradScaler(
             device.type,
             init_scale=settings.init_scale,
@@ -112,25 +112,21 @@ class LossScaler:
         """The loss multiplied by the scale."""
         return self._torch.scale(loss)
 
-    def unscale(self, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
+    def unscale(self, gradients: Sequence[Tensor], overflow: Tensor) -> None:
         """Divide every gradient by the scale, once; ``overflow`` becomes 1.0 if any is not finite, else 0.0."""
-        # An exception between an unscale and its update leaves marks that would refuse the next unscale.
-        self._torch._per_optimizer_states.clear()
-        found: list[Tensor] = []
-        for optimizer in optimizers:
-            self._torch.unscale_(optimizer)
-            found += self._torch._found_inf_per_device(optimizer).values()
-        # By max: torch sums the flags, and fused optimizers step when the sum is 2.0.
-        overflow.copy_(found[0] if len(found) == 1 else torch.stack(found).amax())
+        scale = self.scale
+        # Source: GradScaler.unscale_, its reciprocal in float64 included.
+        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        overflow.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, inverse)
 
-    def update(self) -> None:
-        """Move the scale by what ``unscale`` found, within its limits, on the device."""
+    def update(self, overflow: Tensor) -> None:
+        """Move the scale by ``overflow``, found by ``unscale`` here or on any rank, within its limits, on the device."""
+        states = self._torch._per_optimizer_states
+        states.clear()  # where unscale_ would have put it
+        states[0]["found_inf_per_device"] = {overflow.device: overflow}
         self._torch.update()
         self.scale.clamp_(self.settings.min_scale, self.settings.max_scale)
-
-    def forget(self) -> None:
-        """Drop what the last ``unscale`` found without moving the scale."""
-        self._torch._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers as torch names them; waits for the device."""
@@ -148,4 +144,5 @@ class LossScaler:
                 f"The saved state of the loss scaler must hold scale and _growth_tracker, got {state!r}.\n"
                 "Resume from another checkpoint."
             )
+        self.first_scale = float(scale)
         self._torch.load_state_dict({**self.state_dict(), "scale": scale, "_growth_tracker": tracker})

@@ -11,28 +11,31 @@ from torch import Tensor
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor, str], Tensor], key: str = "") -> Any:
-    """Apply ``function(tensor, "path.to.it")`` to every tensor of a tree.
+    """Apply ``function(tensor, "path.to.it")`` to every tensor of a tree; everything else stays as it is."""
+    return map_leaves(tree, lambda leaf, key: function(leaf, key) if isinstance(leaf, Tensor) else leaf, key)
 
-    Dicts, lists, tuples, named tuples and dataclasses are made anew with their types; everything else stays as it is.
+
+def map_leaves(tree: Any, function: Callable[[Any, str], Any], key: str = "") -> Any:
+    """Apply ``function(leaf, "path.to.it")`` to every tensor of a tree, and to all else that is no tree.
+
+    Dicts, lists, tuples, named tuples and dataclasses are made anew with their types.
     """
-    if isinstance(tree, Tensor):
-        return function(tree, key)
     prefix = f"{key}." if key else ""
     if isinstance(tree, MutableMapping):
         mapped = copy.copy(tree)
-        mapped.update({k: map_tensors(v, function, f"{prefix}{k}") for k, v in tree.items()})
+        mapped.update({k: map_leaves(v, function, f"{prefix}{k}") for k, v in tree.items()})
         return mapped
     if isinstance(tree, (list, tuple)):
         names = getattr(tree, "_fields", range(len(tree)))
-        values = [map_tensors(v, function, f"{prefix}{name}") for name, v in zip(names, tree, strict=True)]
+        values = [map_leaves(v, function, f"{prefix}{name}") for name, v in zip(names, tree, strict=True)]
         return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
     if _is_dataclass(tree):
         mapped = copy.copy(tree)
         for f in fields(tree):
             # not setattr: a batch may be frozen
-            object.__setattr__(mapped, f.name, map_tensors(getattr(tree, f.name), function, f"{prefix}{f.name}"))
+            object.__setattr__(mapped, f.name, map_leaves(getattr(tree, f.name), function, f"{prefix}{f.name}"))
         return mapped
-    return tree
+    return function(tree, key)
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:

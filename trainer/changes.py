@@ -24,6 +24,7 @@ from .checkpoint import CheckpointState
 from .describe import class_path
 from .prepare import set_statistics
 from .run import Run
+from .together import optimizer_parts
 
 NAMES = ("lr", "optimizer", "schedule", "batch_size", "accumulate", "data", "statistics")
 
@@ -48,11 +49,13 @@ class Report:
 
 
 def data_facts(run: Run) -> dict[str, Any]:
-    """What makes the data's order, and the sha256 of its statistics, in JSON."""
+    """What makes the data's order, and the sha256 of its statistics, in JSON; ``batch_size`` is that of all ranks."""
+    size, ranks = run.data.batch_size, run.distribution.world_size
     return {
         "samples_per_epoch": run.data.samples_per_epoch,
         "batches_per_epoch": run.data.batches_per_epoch,
-        "batch_size": run.data.batch_size,
+        "batch_size": None if size is None else size * ranks,
+        "batch_size_of_a_rank": size,
         "accumulate": run.settings.accumulate,
         "statistics": None if run.data.stats is None else _digest(run.data.stats),
     }
@@ -115,7 +118,7 @@ def load_movers(
     try:
         if not anew:
             for optimizer, state in zip(optimizers, saved.optimizers, strict=True):
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict(optimizer_parts(run.distribution, state, optimizer))
         if not replayed:
             for schedule, state in zip(schedules, saved.schedules, strict=True):
                 schedule.load_state_dict(state)
@@ -147,14 +150,14 @@ def place_in_data(run: Run, manifest: dict[str, Any], found: Mapping[str, list[s
         elif counters.batch_in_epoch:
             counters.epoch, counters.batch_in_epoch = counters.epoch + 1, 0
         report.reset.append("the position in the data, which goes on with the next epoch")
-    elif ("batch_size" in found or "accumulate" in found) and before.get("batch_size") and data.batch_size:
+    elif (now := data_facts(run)) and _windows_differ(before, now) and before.get("batch_size") and data.batch_size:
         samples = data.samples_per_epoch or counters.batch_in_epoch * before["batch_size"]
         seen = min(counters.batch_in_epoch * before["batch_size"], samples)
-        window = data.batch_size * run.settings.accumulate
+        window = now["batch_size"] * run.settings.accumulate
         counters.batch_in_epoch = -(-seen // window) * run.settings.accumulate
         if data.batches_per_epoch is not None:
             counters.batch_in_epoch = min(counters.batch_in_epoch, data.batches_per_epoch)
-        left_out = min(counters.batch_in_epoch * data.batch_size, samples) - seen
+        left_out = min(counters.batch_in_epoch * now["batch_size"], samples) - seen
         report.changed.append(f"this epoch leaves out {left_out} samples, up to the next whole window" if left_out else
                               "the data goes on with the next sample")  # fmt: skip
     else:
@@ -200,13 +203,20 @@ def _movers(before: Mapping[str, Any], now: Mapping[str, Any]) -> defaultdict[st
 
 def _data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     resized = before.get("batch_size") != now["batch_size"]
+    fewer_ranks = resized and before.get("batch_size_of_a_rank") == now["batch_size_of_a_rank"]  # or more: told as such
     for name, value in now.items():
-        if name not in before or before[name] == value or (name == "batches_per_epoch" and resized):
+        if name not in before or before[name] == value or name == "batch_size_of_a_rank":
+            continue
+        if (name == "batches_per_epoch" and resized) or (name == "batch_size" and fewer_ranks):
             continue
         if name == "statistics":
             yield name, "the data has other statistics"
         else:
             yield name if name in NAMES else "data", _differs(name, before[name], value)
+
+
+def _windows_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return any(before.get(name) != now[name] for name in ("batch_size", "accumulate"))
 
 
 def _wider(name: str) -> str:

@@ -11,7 +11,7 @@
         optimizer_param_groups.json   a second optimizer: optimizer_state_1, optimizer_param_groups_1, ...
         scheduler_state.json          the state of the only schedule, or a list when there is not just one
         scaler_state.json             only with a loss scaler
-        rng_state.safetensors
+        rng_state.safetensors         of rank 0; of the others rng_state_1, rng_state_2, ...
         callbacks.json
 
 ``scheduler_state.safetensors`` and ``callbacks.safetensors`` exist when those states hold tensors. A
@@ -64,6 +64,8 @@ class CheckpointState:
     scaler: dict[str, Any] | None
     rng: dict[str, Tensor]
     callbacks: dict[str, Any]
+    #: The random streams of ranks 1, 2, ...; ``rng`` is that of rank 0.
+    rng_of_others: list[dict[str, Tensor]] = field(default_factory=list)
     #: More weights of the same policy by name, such as "ema".
     models: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -110,6 +112,9 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
     optimizers = 0
     while _optimizer_files(optimizers)[0] in reader.unread:
         optimizers += 1
+    ranks = 1
+    while _rng_of(ranks) in reader.unread:
+        ranks += 1
     schedules: Any = reader.tree(_SCHEDULES, object)
     if isinstance(schedules, dict):
         schedules = [schedules]
@@ -124,6 +129,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
         schedules=schedules,
         scaler=reader.json(_SCALER, dict) if _SCALER in reader.unread else None,
         rng=reader.tensors(_RNG)[0],
+        rng_of_others=[reader.tensors(_rng_of(rank))[0] for rank in range(1, ranks)],
         callbacks=reader.tree(_CALLBACKS, dict),
         models={name: _read_model(reader, name) for name in _models_beside(reader.unread)},
     )
@@ -156,6 +162,8 @@ def _write_files(writer: FileWriter, state: CheckpointState) -> None:
     if state.scaler is not None:
         writer.json(_SCALER, state.scaler)
     writer.tensors(_RNG, state.rng)
+    for rank, streams in enumerate(state.rng_of_others, start=1):
+        writer.tensors(_rng_of(rank), streams)
     writer.tree(_CALLBACKS, state.callbacks)
     own = {"format_version": FORMAT_VERSION, "files": dict(writer.files), "layouts": writer.layouts}
     packed, tensors = pack({**manifest, **own})
@@ -167,6 +175,10 @@ def _write_files(writer: FileWriter, state: CheckpointState) -> None:
     with writing(str(writer.folder)):
         for folder in {str(Path(name).parent) for name in writer.files}:
             sync_folder(writer.folder / folder)
+
+
+def _rng_of(rank: int) -> str:
+    return _RNG.replace(".", f"_{rank}.")
 
 
 def _beside(file: str, name: str) -> str:

@@ -144,7 +144,7 @@ class FileReader:
             if not isinstance(groups, list) or not all(isinstance(d, dict) for d in [*state.values(), *groups]):
                 raise ValueError("it is no state of an optimizer")
             return {"state": {int(index): values for index, values in state.items()}, "param_groups": groups}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise self.damaged(state_name, f"{error}, together with {groups_name}") from error
 
     def _take(self, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The command line: ``policyfit fit``, ``plan``, ``validate``, ``eval``, ``checkpoints`` and ``doctor``.
+"""The command line: ``policyfit fit``, ``plan``, ``validate``, ``eval``, ``checkpoints``, ``doctor`` and others.
 
 Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot be honoured, 130 interrupted,
 143 preempted.
@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot b
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import traceback
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 from ..strategies.errors import ConfigError, PolicyfitError
 from . import commands
+from .aliases import FILE_OPTIONS
 
 EXAMPLES = """\
 examples:
@@ -30,9 +32,12 @@ examples:
   policyfit eval runs/NAME --device=cpu --episodes=20      let its newest checkpoint act
   policyfit checkpoints runs/NAME                          which there are, and whether they are whole
   policyfit doctor                                         what this machine offers
+  policyfit schema > policyfit.schema.json                 for editors: which keys there are, and of what type
 """
 WIDTH = 120  # of an error that goes to a file
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
+PRINT_CONFIG = "print the run as resolved, which means the same when it is fed back, and stop"
+NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", str(error))):
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
-        _show(error, known=known)
+        if os.environ.get("RANK", "0") == "0" or getattr(error, "of_this_rank", False):  # the same error is told once
+            _show(error, known=known)
         return error.exit_code if isinstance(error, PolicyfitError) else 1
     return 0
 
@@ -76,7 +82,7 @@ class _Version(argparse.Action):
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser, of_commands = _parsers()
+    parser, of_commands = parsers()
     chosen = of_commands.get(next(iter(arguments), ""))
     if chosen is None:
         return parser.parse_args(arguments)
@@ -86,7 +92,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(own, argparse.Namespace(keys=keys))
 
 
-def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+def parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser of the command line, and those of the commands by name."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser("policyfit", description="Train robot policies.", epilog=EXAMPLES, formatter_class=layout)
@@ -104,11 +110,15 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     fit.add_argument("files", nargs="*", metavar="RUN.yaml", help="later files win over earlier ones")
     fit.add_argument("--resume", metavar="PATH", help="go on: with that run or checkpoint; without =PATH the last")
     fit.add_argument("--changes", metavar="NAME,...", default="", help="what may differ from the run gone on with")
+    fit.add_argument("--no-verify", action="store_true", help=NO_VERIFY)
     fit.add_argument("--audit", action="store_true", help="report in what precision the first step really ran")
+    fit.add_argument("--print_config", action="store_true", help=PRINT_CONFIG)
     plan = command("plan", commands.plan, "Say what a run file would run, and why.", epilog=KEYS)
     plan.set_defaults(takes_keys=True)
     plan.add_argument("files", nargs="+", metavar="RUN.yaml")
     plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--with-data", action="store_true", help="build the training data, and count epochs in it")
+    plan.add_argument("--print_config", action="store_true", help=PRINT_CONFIG)
     validate = command("validate", commands.validate, "Measure a trained policy on the validation data of its run.")
     _take_a_checkpoint(validate, commands.VALIDATE_KEYS)
     evaluate = command("eval", commands.evaluate, "Let a trained policy act in the environment of its run.")
@@ -118,6 +128,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     )
     listing.add_argument("run_dir", metavar="RUN_DIR")
     command("doctor", commands.doctor, "Say what this machine offers.")
+    command("schema", commands.schema, "Print the JSON schema of a run file, for editors.")
+    completing = command("completion", commands.completion, "Print what makes a shell complete policyfit's words.")
+    completing.add_argument("shell", choices=("bash", "zsh"), metavar="bash|zsh")
     return parser, added.choices
 
 
@@ -125,6 +138,7 @@ def _take_a_checkpoint(parser: argparse.ArgumentParser, keys: dict[str, str]) ->
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder or a checkpoint's")
     for name in keys:
         parser.add_argument(f"--{name}", help="instead of the run's")
+    parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY)
     parser.add_argument("--weights", default="raw", help='"raw" (the default), or "ema" for the average of EMA')
 
 
@@ -140,8 +154,14 @@ def _split(
     rest = iter(arguments)
     for argument in rest:
         option, given, text = argument.partition("=")
+        if takes_keys and option in FILE_OPTIONS:
+            own.append((text if given else next(rest, "")) or _no_file(option))
+            print(f"note: {option} is {FILE_OPTIONS[option]}'s; the file alone is enough", file=sys.stderr)
+            continue
         if option == "--":
             raise ConfigError(f"{argument} names no option.\nWrite --section.key=VALUE, or leave it out.")
+        if argument.lower() == "--resume=true":
+            raise ConfigError(f"{argument} is LeRobot's.\nWrite --resume for the newest run, or --resume=PATH.")
         if option in options and given and not text.strip():
             raise ConfigError(f"{argument} is empty.\nGive a value, or leave {option} out.")
         if not option.startswith("--") or option in options:
@@ -158,6 +178,10 @@ def _split(
             raise ConfigError(f"{option} needs a value: {option}=VALUE.")
         keys.append((option.removeprefix("--"), value))
     return own, keys
+
+
+def _no_file(option: str) -> NoReturn:
+    raise ConfigError(f"{option} needs a file.\nThe file alone is enough: policyfit fit RUN.yaml.")
 
 
 def _show(error: Exception, *, known: bool) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..strategies.errors import CheckpointError, ConfigError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .config import RunConfig, RunRecipe
-    from .plan import Plan
     from .rollout import RolloutReport
     from .trainer import Trainer
 
@@ -28,13 +27,16 @@ EVAL_KEYS = {**VALIDATE_KEYS, "env": "eval.env", "episodes": "eval.episodes", "s
 
 def fit(request: argparse.Namespace) -> None:
     """Train, and evaluate where the run names an environment."""
-    from .config import read_run, resolve
+    from .config import resolve
 
-    config = read_run(_files(request), request.keys)
+    config = _read(_files(request), request.keys)
     if request.audit:
         config = _with_audit(config)
     with config.importable():
         run = resolve(config)
+        if request.print_config:
+            _print_config(run)
+            return
         trainer = _seeded_trainer(run)
         policy = _policy(run)
         train_data, val_data = run.build("data", "train"), run.build("data", "val")
@@ -50,24 +52,29 @@ def fit(request: argparse.Namespace) -> None:
                 schedule=run.maker("schedule"),
                 resume=request.resume,
                 changes=request.changes,
+                verify=not request.no_verify,
             )
             unused.pop_all()  # the evaluation closes it
         if env is not None:
+            if trainer.distribution.name == "fsdp":  # its shards are of no use to anybody alone
+                policy = _whole_policy(run, trainer)
             report = trainer.evaluate(policy, env, **run.evaluation)
             _report(report, trainer, trainer.run_dir / "eval.json")
 
 
 def plan(request: argparse.Namespace) -> None:
     """Print what would run, and why."""
-    from .config import read_run, resolve
+    from .config import resolve
+    from .forecast import forecast
 
-    config = read_run(request.files, request.keys)
+    config = _read(request.files, request.keys)
     with config.importable():
         run = resolve(config)
+        if request.print_config:
+            _print_config(run)
+            return
         trainer = _seeded_trainer(run)
-        policy = _policy(run)
-        plan = trainer.dry_run(policy, optimizer=run.maker("optimizer"), schedule=run.maker("schedule"))
-        _add_settings(plan, run, policy)
+        plan = forecast(run, trainer, _policy(run), build_data=request.with_data)
     print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
 
 
@@ -98,11 +105,12 @@ def checkpoints(request: argparse.Namespace) -> None:
         CheckpointError: One is damaged, or there is none.
     """
     from .listing import list_checkpoints
+    from .remote import local
 
-    run_dir = Path(request.run_dir)
-    found = list_checkpoints(run_dir)
+    with local(request.run_dir, _warn, every=True) as run_dir:
+        found = list_checkpoints(run_dir)
     if not found:
-        raise CheckpointError(f"There is no checkpoint in {run_dir}.\nGive a run's folder, such as runs/NAME.")
+        raise CheckpointError(f"There is no checkpoint in {request.run_dir}.\nGive a run's folder, such as runs/NAME.")
     for entry in found:
         print(entry.line())
     damaged = [entry.name for entry in found if entry.damage]
@@ -111,6 +119,20 @@ def checkpoints(request: argparse.Namespace) -> None:
             f"{len(damaged)} of {len(found)} checkpoints are damaged: {', '.join(damaged)}.\n"
             "A run that goes on takes the newest whole one; delete the folders of the damaged."
         )
+
+
+def schema(request: argparse.Namespace) -> None:
+    """Print the JSON schema of a run file."""
+    from .schema import schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+def completion(request: argparse.Namespace) -> None:
+    """Print the completion of a shell."""
+    from .completion import script
+
+    print(script(request.shell), end="")
 
 
 def doctor(request: argparse.Namespace) -> None:
@@ -134,24 +156,61 @@ def _trained(
     request: argparse.Namespace, keys: dict[str, str], resolve: Callable[[RunConfig], RunRecipe]
 ) -> Iterator[_Trained]:
     """A checkpoint's policy, and of its run what ``resolve`` makes of the config and the options."""
-    from .config import read_run
     from .load import load
     from .manifest import read_manifest
     from .newest import newest_checkpoint
+    from .remote import local
 
-    config_file = _config_of(Path(request.checkpoint))
-    checkpoint = newest_checkpoint(Path(request.checkpoint), lambda text: print(text, file=sys.stderr))
-    # The device that the run was on, not what its "auto" would choose here: never another one in silence.
-    manifest = read_manifest(checkpoint)
-    given = {"device": manifest["device"]}
-    given |= {name: text for name in keys if (text := getattr(request, name)) is not None}
-    config = read_run([config_file], [(keys[name], text) for name, text in given.items()])
-    with config.importable():
+    with ExitStack() as stack:
+        where = stack.enter_context(local(request.checkpoint, _warn))
+        config_file = _config_of(where)
+        verify = not request.no_verify
+        checkpoint = newest_checkpoint(where, _warn, verify=verify)
+        # The device that the run was on, not what its "auto" would choose here: never another one in silence.
+        manifest = read_manifest(checkpoint)
+        given = {"device": manifest["device"]}
+        given |= {name: text for name in keys if (text := getattr(request, name)) is not None}
+        config = _read([config_file], [(keys[name], text) for name, text in given.items()])
+        stack.enter_context(config.importable())
         run = resolve(config)
-        trainer: Trainer = run.trainer.build()
-        policy = load(checkpoint, device=trainer.device, precision=trainer.precision, weights=request.weights)
+        trainer = _seeded_trainer(run)
+        policy = load(
+            checkpoint,
+            device=trainer.device,
+            precision=trainer.precision,
+            weights=request.weights,
+            verify=False,  # done
+        )
         step = manifest["counters"]["step"]
         yield _Trained(run, trainer, policy, f"checkpoint {checkpoint}  step {step}  weights {request.weights}")
+
+
+def _whole_policy(run: RunRecipe, trainer: Trainer) -> nn.Module:
+    """The policy of the run's last checkpoint."""
+    from .load import load
+
+    where = trainer.run_dir / "checkpoints" / "last"
+    return load(where, device=trainer.device, precision=trainer.precision, policy=_policy(run), verify=False)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _read(files: Sequence[str | Path], keys: Sequence[tuple[str, str]]) -> RunConfig:
+    """The run of files and command line; words of other tools in it are said, one a line."""
+    from .config import read_run
+
+    config = read_run(files, keys)
+    for notice in config.notices:
+        _warn(f"note: {notice.text}")
+    return config
+
+
+def _print_config(run: RunRecipe) -> None:
+    from .strict_yaml import write
+
+    print(write(run.config.values), end="")
 
 
 def _with_audit(config: RunConfig) -> RunConfig:
@@ -173,8 +232,9 @@ def _seeded_trainer(run: RunRecipe) -> Trainer:
 
     trainer: Trainer = run.trainer.build()
     trainer.config = run.config.values
-    if trainer.config["trainer"]["seed"] is not None:
-        seed_everything(trainer.config["trainer"]["seed"])
+    seed = trainer.config["trainer"].get("seed")
+    if seed is not None:
+        seed_everything(seed)
     return trainer
 
 
@@ -190,31 +250,6 @@ def _policy(run: RunRecipe) -> nn.Module:
     return policy
 
 
-def _add_settings(plan: Plan, run: RunRecipe, policy: nn.Module) -> None:
-    """What the settings alone say of a run; no data is drawn and no environment made for it."""
-    from .policy import brings
-    from .recipe import name_of
-
-    values: dict[str, Any] = run.config.values["trainer"]
-
-    def said(units: dict[str, str], between: str, nothing: str) -> str:
-        parts = [text.format(values[key]) for key, text in units.items() if values[key]]
-        return between.join(parts) or nothing
-
-    plan.add("length", "", said({"max_steps": "{:,} steps", "max_epochs": "{:,} epochs"}, " or ", "1 epoch"))
-    window = f", {values['accumulate']} a window" if values["accumulate"] > 1 else ""
-    plan.add("batch", "", f"micro-batches of {values['batch_size']}{window}", "a DataLoader brings its own size")
-    plan.add("clip", "", said({"clip_norm": "norm {}", "clip_value": "value {}"}, ", ", "none"))
-    when = f"every {values['val_every']:,} steps and at the end" if values["val_every"] else "at the end"
-    validates = ("data", "val") in run.recipes or brings(policy, "val_dataloader")
-    plan.add("validation", "", when if validates else "none", "" if validates else "there is no data for it")
-    if ("eval", "env") in run.recipes:
-        env, first = name_of(run.recipes["eval", "env"].target), run.evaluation["seed"]
-        plan.add("eval", "", f"{run.evaluation['episodes']} episodes of {env}, seeds from {first} on")
-    else:
-        plan.add("eval", "", "none", "the run names no eval.env")
-
-
 def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -> None:
     if not trainer.is_main:
         return
@@ -225,11 +260,12 @@ def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -
 
 def _files(request: argparse.Namespace) -> list[Path]:
     """The run files; a run that is gone on with brings its own."""
+    from .remote import is_url
     from .run_dir import newest_run
 
     if request.files:
         return [Path(file) for file in request.files]
-    if request.resume is None:
+    if request.resume is None or is_url(request.resume):
         raise ConfigError("fit needs a run file: policyfit fit RUN.yaml.")
     return [_config_of(newest_run() if request.resume == "last" else Path(request.resume))]
 

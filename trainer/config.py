@@ -1,18 +1,16 @@
-"""A run as YAML files: read and laid over one another, checked as a whole, then built.
+"""A run as YAML files: read and laid over one another (``layers.py``), checked as a whole, then built.
 
 ``read_run`` knows text, keys and lines and imports no class. ``resolve`` finds the classes and refuses every
 unknown key and wrong value before anything is built. Later files win over earlier ones, the command line over
-all files, and environment variables change nothing.
+all files, and environment variables change nothing but what a file asks of them by name.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -21,19 +19,34 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..strategies.checks import seed_number, whole
 from ..strategies.errors import ConfigError
-from . import strict_yaml
 from .hints import parameters
-from .recipe import SPEC_KEYS, Recipe, Slot, bind, dotted, nearest, read_recipe, unknown_key
+from .layers import PLACES, SECTIONS, RunConfig, read_run
+from .recipe import Recipe, Slot, bind, dotted, name_of, nearest, read_recipe, unknown_key
 from .resolve import plain_precision
-from .strict_yaml import KeyPath, Mark
 
-SECTIONS = ("policy", "data", "trainer", "optimizer", "schedule", "eval")
+__all__ = [
+    "RunConfig",
+    "RunRecipe",
+    "build_policy",
+    "read_run",
+    "resolve",
+    "resolve_evaluation",
+    "resolve_validation",
+]
+
 AFTERWARDS = ("device", "precision", "tf32", "deterministic", "seed", "batch_size", "workers")
-SHORT = {name: f"trainer.{name}" for name in ("device", "precision", "tf32")}
 
 
 @dataclass(kw_only=True)
-class _Evaluation:
+class Evaluation:
+    """The section ``eval``.
+
+    Args:
+        env: What the policy acts in: an environment, or something that makes one when called.
+        episodes: Episodes to play after the fit.
+        seed: Seed of the first of them; each has the next.
+    """
+
     env: Any = None
     episodes: int = 50
     seed: int = 10_000
@@ -61,42 +74,9 @@ DATA = Slot("data with __getitem__ or __iter__", _is_data)
 OPTIMIZER = Slot("a torch.optim.Optimizer", _subclass_of(Optimizer), given=1)
 SCHEDULE = Slot("a torch.optim.lr_scheduler.LRScheduler", _subclass_of(LRScheduler), given=1)
 ENVIRONMENT = Slot("a gymnasium environment, or something that makes one when called", _is_environment)
-CLASSES: dict[tuple[str, ...], Slot] = {
-    ("policy",): POLICY,
-    ("data", "train"): DATA,
-    ("data", "val"): DATA,
-    ("optimizer",): OPTIMIZER,
-    ("schedule",): SCHEDULE,
-    ("eval", "env"): ENVIRONMENT,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """What the files and the command line say together, and where each key was said.
-
-    ``values["code"]`` lists the folders whose modules the run may import: those of its files.
-    """
-
-    values: dict[str, Any]
-    marks: Mapping[KeyPath, Mark]
-
-    def fault(self, path: KeyPath, message: str) -> ConfigError:
-        """The error for a key, with the place of the innermost key on the way to it that was written."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.marks:
-                return ConfigError(f"{self.marks[path[:length]]}: {message}")
-        return ConfigError(message)
-
-    @contextmanager
-    def importable(self) -> Iterator[None]:
-        """While this is open, modules beside the run files can be imported."""
-        before = list(sys.path)
-        sys.path[:0] = [folder for folder in self.values["code"] if folder not in before]
-        try:
-            yield
-        finally:
-            sys.path[:] = before
+CLASSES: dict[tuple[str, ...], Slot] = dict(
+    zip(PLACES, (POLICY, DATA, DATA, OPTIMIZER, SCHEDULE, ENVIRONMENT), strict=True)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,38 +101,6 @@ class RunRecipe:
         return {key: self.config.values["eval"][key] for key in ("episodes", "seed")}
 
 
-def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] = ()) -> RunConfig:
-    """Lay the files over one another, and the ``(dotted key, text)`` pairs of the command line over all.
-
-    Mappings are merged key by key. Everything else is replaced, also the arguments of a class when another
-    class takes its place. null puts a key back to its default.
-
-    Raises:
-        ConfigError: A file cannot be read or holds no sections, or a key leads into something without keys.
-    """
-    config, code = RunConfig({}, {}), list[str]()
-    for file in files:
-        document = strict_yaml.read_file(file)
-        if not isinstance(document.value, dict):
-            raise ConfigError(
-                f"{file} must hold the sections {', '.join(SECTIONS)}, got {document.value!r}.\n"
-                "Begin it with policy: {class_path: module.Class}."
-            )
-        config = _lay_over(config, document.value, document.marks)
-        folder = Path(file).resolve().parent
-        named = document.value.get("code")
-        named = ["."] if named is None else named
-        if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
-            raise config.fault(
-                ("code",), f"code must be a list of folders, got {named!r}.\nWrite [.] for the file's own."
-            )
-        code += [str((folder / entry).resolve()) for entry in named]
-    for key, text in overrides:
-        path, overlay = _override(config, key, strict_yaml.read_word(text, f"--{key}={text}"))
-        config = _lay_over(config, overlay, dict.fromkeys(_paths(overlay), Mark("command line")), outer=path[:-1])
-    return RunConfig({**config.values, "code": list(dict.fromkeys(code))}, config.marks)
-
-
 def resolve(config: RunConfig) -> RunRecipe:
     """Check every section against its classes; the result's config has the trainer's defaults written out.
 
@@ -174,12 +122,24 @@ def resolve(config: RunConfig) -> RunRecipe:
         if spec is not None:
             recipes[path] = read_recipe(path, spec, slot, config.fault, fill if path == ("schedule",) else {})
             section[key] = {**spec, "init_args": recipes[path].values}
-    if ("policy",) not in recipes:
+    if ("policy",) in recipes:
+        _refuse_two_devices(config, recipes[("policy",)])
+    else:
         raise ConfigError("The section policy is missing: a run needs policy: {class_path: module.Class}.")
     if values["eval"]:
         values["eval"] = _evaluation(config, values["eval"])
     said = {key: value for key, value in values.items() if value not in (None, {})}
     return RunRecipe(RunConfig(said, config.marks), trainer, recipes)
+
+
+def _refuse_two_devices(config: RunConfig, policy: Recipe) -> None:
+    """``policy.device`` is LeRobot's word for the trainer's, unless the policy has a device of its own."""
+    if "device" in parameters(policy.target) and any(notice.word == "policy.device" for notice in config.notices):
+        raise config.fault(
+            ("trainer", "device"),
+            f"policy.device could be LeRobot's word for trainer.device, or the argument of {name_of(policy.target)}.\n"
+            "Write trainer.device or policy.init_args.device.",
+        )
 
 
 def build_policy(config: RunConfig) -> nn.Module:
@@ -225,59 +185,6 @@ def _afterwards(config: RunConfig, values: dict[str, Any], recipes: dict[tuple[s
     return RunRecipe(RunConfig(values, config.marks), trainer, recipes)
 
 
-def _lay_over(
-    config: RunConfig, values: Mapping[str, Any], marks: Mapping[KeyPath, Mark], outer: KeyPath = ()
-) -> RunConfig:
-    """Lay values over those of a run; what leads to ``outer`` keeps the place where it was said first."""
-    replaced: list[KeyPath] = []
-
-    def merge(base: Mapping[str, Any], over: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-        merged = dict(base)
-        for key, value in over.items():
-            here, old = (*path, key), base.get(key)
-            value = {"class_path": value} if here in CLASSES and isinstance(value, str) else value
-            if isinstance(old, Mapping) and isinstance(value, Mapping) and _same_class(old, value):
-                merged[key] = merge(old, value, here)
-            else:
-                merged[key] = merge({}, value, here) if isinstance(value, Mapping) else value
-                replaced.append(here)
-        return merged
-
-    merged = merge(config.values, values, ())
-    kept = {p: m for p, m in config.marks.items() if not any(p[: len(gone)] == gone for gone in replaced)}
-    way = {outer[:length] for length in range(1, len(outer) + 1)} & kept.keys()
-    return RunConfig(merged, {**kept, **{path: mark for path, mark in marks.items() if path not in way}})
-
-
-def _paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every key and list item in a value."""
-    if isinstance(value, Mapping | list):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield (*path, key)
-            yield from _paths(inner, (*path, key))
-
-
-def _same_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return "class_path" not in new or new["class_path"] == old.get("class_path")
-
-
-def _override(config: RunConfig, key: str, value: Any) -> tuple[KeyPath, dict[str, Any]]:
-    """What a key of the command line means, ``optimizer.lr`` as ``optimizer.init_args.lr``; and its overlay."""
-    path: KeyPath = ()
-    node: Any = config.values
-    for part in SHORT.get(key, key).split("."):
-        if isinstance(node, Mapping) and "class_path" in node and part not in SPEC_KEYS:
-            path, node = (*path, "init_args"), node.get("init_args")
-        if not (node is None or isinstance(node, Mapping)):
-            said = f"{dotted(path)} is {node!r}, so --{key} cannot set anything in it."
-            raise config.fault(path, f"{said}\nSet --{dotted(path)} as a whole.")
-        path, node = (*path, part), (node or {}).get(part)
-    overlay = value
-    for key_part in reversed(path):
-        overlay = {key_part: overlay}
-    return path, overlay
-
-
 def _sections(config: RunConfig) -> dict[str, Any]:
     """A copy of the values in which every section that must be a mapping is one, and no other is there."""
 
@@ -303,7 +210,7 @@ def _advice(config: RunConfig, key: str) -> str:
     from .trainer import Trainer
 
     typed = (key,) in config.marks and not config.marks[(key,)].line  # there init_args may be left out
-    places = {name: f"eval.{name}" for name in parameters(_Evaluation)}
+    places = {name: f"eval.{name}" for name in parameters(Evaluation)}
     for path in (("policy",), ("schedule",), ("optimizer",)):
         spec = config.values.get(path[0]) or ("torch.optim.AdamW" if path == ("optimizer",) else None)
         with suppress(ConfigError), config.importable():
@@ -324,9 +231,8 @@ def _advice(config: RunConfig, key: str) -> str:
 
 def _evaluation(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``eval``, checked, with the defaults of what it leaves out."""
-    bound = bind(("eval",), _Evaluation, values, config.fault)
-    numbers = {name: value for name, value in bound.values.items() if name != "env"}
-    section = asdict(replace(bound, values=numbers).build()) | {"env": bound.values.get("env")}
+    numbers = {name: value for name, value in values.items() if name != "env"}
+    section = asdict(bind(("eval",), Evaluation, numbers, config.fault).build()) | {"env": values.get("env")}
     if section["env"] is None:
         said = "eval.env is missing: it names the environment that the policy acts in."
         raise config.fault(

@@ -7,6 +7,8 @@
     IterableDataset, other loaders
                                   used as they are; resuming reads and drops
 
+A sampler, an iterable dataset or a loader that has ``state_dict`` and ``load_state_dict`` goes on where it was.
+
 Draw from the thread in which the policy runs: where there are no workers, the global random streams are
 swapped while user code makes a sample.
 """
@@ -29,6 +31,7 @@ from torch.utils.data import (
 
 from ..strategies.errors import ConfigError, DistributedError
 from ..strategies.facts import MachineFacts
+from .carried import carries_state
 from .epochs import (
     IteratedData,
     KeptData,
@@ -85,7 +88,9 @@ def training_data(
     if isinstance(source, DataLoader):
         data = _from_loader(source, pin_memory, device_type, facts, reading)
     elif isinstance(source, IterableDataset):
-        settings = _settings(_worker_count(workers, device_type, facts, most=1), pin_memory, facts)
+        # Where it carries its state, only this process can ask for it.
+        most = 0 if carries_state(source) else 1
+        settings = _settings(_worker_count(workers, device_type, facts, most), pin_memory, facts)
         data = IteratedData(DataLoader(source, batch_size=batch_size, **settings), reading)
     elif _is_map_style(source):
         settings = _settings(_worker_count(workers, device_type, facts), pin_memory, facts)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import ConfigError, LossScaleCollapse, TrainingDiverged
 from .counters import Counters
 from .outcome import REASONS, Outcome
@@ -18,10 +21,19 @@ class Divergence:
     Args:
         policy: The bare policy; after a skip its buffers are looked at, which the forward has moved.
         min_scale: The loss scale at which the run is given up; ``None`` without a scale.
+        ranks: The processes of the run, which agree before a save.
     """
 
-    def __init__(self, policy: nn.Module, counters: Counters, settings: Settings, min_scale: float | None) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        counters: Counters,
+        settings: Settings,
+        min_scale: float | None,
+        ranks: DistributionStrategy,
+    ) -> None:
         self._policy, self._counters, self._settings, self._min_scale = policy, counters, settings, min_scale
+        self._ranks = ranks
         self._watched: list[str] = []
 
     def watch_buffers(self) -> None:
@@ -29,20 +41,22 @@ class Divergence:
 
         A mask of -inf is meant, and not watched.
         """
-        floating = [(n, b) for n, b in self._policy.named_buffers() if b.is_floating_point()]
-        self._watched = [name for name, buffer in floating if bool(buffer.isfinite().all())]
+        buffers = [(name, buffer) for name, buffer in self._policy.named_buffers() if buffer.is_floating_point()]
+        bad = _non_finite(buffers)
+        self._watched = [name for name, _ in buffers if name not in bad]
 
-    def judge(self, outcome: Outcome, loss: float | None = None) -> None:
+    def judge(self, outcome: Outcome, scale_used: float, loss: float | None = None) -> None:
         """End the run if this skip shows that it is no longer training.
 
         Args:
+            scale_used: The loss scale with which the update was computed, where there is one.
             loss: The last training loss that was logged, for the message.
 
         Raises:
             ConfigError: The loss never had a gradient.
             TrainingDiverged: Too many skips in a row, any under ``non_finite="raise"``, or a buffer that the
                 forward left non-finite.
-            LossScaleCollapse: The loss scale has fallen to its floor, or too many skips under fp16.
+            LossScaleCollapse: A gradient overflows with the loss scale at its floor, or too many skips under fp16.
         """
         bad = self._non_finite_buffers()
         if bad:
@@ -61,7 +75,7 @@ class Divergence:
                 )
         elif self._settings.non_finite == "raise":
             _end(TrainingDiverged, outcome, "and non_finite='raise' ends the run at the first such update", loss)
-        elif outcome.reason == "non_finite" and scale is not None and scale <= (self._min_scale or 0.0):
+        elif outcome.reason == "non_finite" and scale is not None and scale_used <= (self._min_scale or 0.0):
             _end(LossScaleCollapse, outcome, f"and the loss scale has fallen to its floor, {scale:g}", loss)
         if in_a_row >= most:
             kind = TrainingDiverged if scale is None else LossScaleCollapse
@@ -73,8 +87,9 @@ class Divergence:
         Raises:
             TrainingDiverged: With the names.
         """
-        bad = [n for n, p in self._policy.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
-        bad += self._non_finite_buffers()
+        here = [(name, self._ranks.local(p)) for name, p in self._policy.named_parameters()]
+        own = _non_finite(here) + self._non_finite_buffers()
+        bad = list(dict.fromkeys(name for names in self._ranks.gather(own) for name in names))
         if bad:
             raise TrainingDiverged(
                 f"At step {self._counters.step} these are inf or NaN and are not saved: {', '.join(bad[:5])}.\n"
@@ -83,7 +98,21 @@ class Divergence:
 
     def _non_finite_buffers(self) -> list[str]:
         buffers = dict(self._policy.named_buffers())
-        return [name for name in self._watched if name in buffers and not bool(buffers[name].isfinite().all())]
+        return _non_finite((name, buffers[name]) for name in self._watched if name in buffers)
+
+
+def _non_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those that hold inf or NaN; of 8 bits torch cannot tell."""
+    bad = []
+    for name, tensor in named:
+        values = tensor.detach()
+        if values.layout is torch.sparse_coo:
+            values = values.coalesce().values()
+        elif values.layout is not torch.strided or values.is_nested:
+            values = values.values()
+        if values.is_floating_point() and values.itemsize > 1 and not bool(values.isfinite().all()):
+            bad.append(name)
+    return bad
 
 
 def _end(kind: type[TrainingDiverged], outcome: Outcome, why: str, loss: float | None) -> NoReturn:

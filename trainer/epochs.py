@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ..strategies.errors import ConfigError
 from ..strategies.tree import tensors
+from .carried import Carried, carries_state
 from .rng import derive_seed
 from .sampler import (
     Draws,
@@ -57,6 +58,7 @@ class TrainingData(ABC):
         batches_per_epoch: Micro-batches in an epoch; ``None`` where the source has no length.
         samples_per_epoch: Samples that an epoch reads; ``None`` where the order is not ours.
         batch_size: Samples in a micro-batch; ``None`` where the source does not say.
+        order: What decides the order, and how exact a resume is, in words; see ``not_exact`` where it is not.
         not_exact: ``None`` when order and resume are exact; else the sentence that says why not.
         notes: What was rebuilt, kept or switched off, one line each.
         stats: The dataset's ``stats``, if it has them.
@@ -66,10 +68,12 @@ class TrainingData(ABC):
         self.batches_per_epoch: int | None = None
         self.samples_per_epoch: int | None = None
         self.batch_size: int | None = None
+        self.order = "order is a function of seed, epoch and index; resume is exact"
         self.not_exact: str | None = None
         self.notes = reading.notes
         self.stats: Mapping[str, Any] | None = getattr(dataset, "stats", None)
         self._seed, self._accumulate = reading.seed, reading.accumulate
+        self._carried = Carried()
         self._running: Generator[MicroBatch, None, None] | None = None
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
@@ -82,6 +86,14 @@ class TrainingData(ABC):
         self._stop()
         self._running = self._windows(epoch, start)
         return self._running
+
+    def state(self, epoch: int, batch: int) -> dict[str, Any] | None:
+        """What the source says of itself before micro-batch ``batch`` of ``epoch``; ``None`` if it says nothing."""
+        return self._carried.state(epoch, batch)
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """The next ``epoch`` goes on from what ``state`` gave."""
+        self._carried.load(state)
 
     def close(self) -> None:
         """End the epoch that is running, and the workers."""
@@ -101,8 +113,10 @@ class TrainingData(ABC):
 
         Of a window that ``start`` cuts, which no checkpoint does, the rest stands for the whole.
         """
-        batches, index = self._batches(epoch, start), start
-        while window := list(islice(batches, self._accumulate - index % self._accumulate)):
+        if self._carried.epoch_is_over():
+            return
+        windows, index = self._drawn_windows(epoch, start), start
+        for window in windows if self._carried.source is None else _one_ahead(windows):
             sizes = [count_samples(batch) for batch in window] if self._accumulate > 1 else [1]
             total = sum(sizes) * (index % self._accumulate + len(window)) / len(window)
             while window:
@@ -114,6 +128,19 @@ class TrainingData(ABC):
                 f"The training data gave no micro-batch in epoch {epoch}.\n"
                 "It must begin anew each time it is iterated; pass a dataset or a loader, not an iterator."
             )
+
+    def _drawn_windows(self, epoch: int, start: int) -> Iterator[list[Any]]:
+        batches, index = self._batches(epoch, start), start
+        while window := list(islice(batches, self._accumulate - index % self._accumulate)):
+            index += len(window)
+            self._drawn_to(epoch, index)
+            self._carried.forget(epoch, index - 3 * self._accumulate)  # one window is ahead, one under way
+            yield window
+        self._drawn_to(epoch + 1, 0)
+        self._carried.note_end(epoch, index)
+
+    def _drawn_to(self, epoch: int, number: int) -> None:
+        """The source stands before this micro-batch."""
 
 
 class KeyedData(TrainingData):
@@ -189,10 +216,14 @@ class KeptData(KeyedData):
         super().__init__(dataset, draws, collate, settings, reading)
         self.batches_per_epoch = length_of(draws.source)
         self.batch_size = getattr(draws.source, "batch_size", None)
-        self.not_exact = (
-            f"{draws.name} decides the order: a resumed run asks it for the epoch from its start, and "
-            "goes on exactly only if the same order comes again."
-        )
+        self._carried = draws.carried
+        if self._carried.source is not None:
+            self.order = _carries(self._carried.source)
+        else:
+            self.not_exact = (
+                f"{draws.name} decides the order: a resumed run asks it for the epoch from its start, and "
+                "goes on exactly only if the same order comes again."
+            )
 
 
 class IteratedData(TrainingData):
@@ -204,18 +235,30 @@ class IteratedData(TrainingData):
         self._source = source
         self.batches_per_epoch = length_of(source)
         self.batch_size = getattr(source, "batch_size", None)
-        self.not_exact = (
-            f"{name_of(dataset)} decides the order: a resumed run reads the epoch from its start, drops what "
-            "was seen, and goes on exactly only if the same data comes again."
-        )
+        self._streams: OwnStreams | None = None
+        workers = getattr(source, "num_workers", 0)
+        self._carried = Carried(source, None if workers else dataset)
+        if self._carried.source is not None:
+            self.order = _carries(self._carried.source)
+        else:
+            self.not_exact = (
+                f"{name_of(dataset)} decides the order: a resumed run reads the epoch from its start, drops what "
+                "was seen, and goes on exactly only if the same data comes again."
+            )
+            if carries_state(dataset):
+                self.not_exact += " Its state_dict is of no use in workers: set workers to 0."
 
     def _batches(self, epoch: int, start: int) -> Iterator[Any]:
-        return beginning_at(start, self._drawn(epoch), epoch)
-
-    def _drawn(self, epoch: int) -> Iterator[Any]:
         parts = (getattr(self._source, name, None) for name in ("sampler", "batch_sampler", "dataset"))
         set_epoch([self._source, *parts], epoch)
-        number = 0
+        if self._carried.begin():
+            return self._drawn(epoch, start)
+        return beginning_at(start, self._drawn(epoch, 0), epoch)
+
+    def _drawn_to(self, epoch: int, number: int) -> None:
+        self._carried.note(epoch, number, self._streams if number else None)
+
+    def _drawn(self, epoch: int, number: int) -> Iterator[Any]:
         try:
             with _letting_go(self._source):
                 for batch in self._draws(epoch):
@@ -230,9 +273,26 @@ class IteratedData(TrainingData):
     def _draws(self, epoch: int) -> Iterator[Any]:
         # A loader of another library has its own ways with random numbers, and swapping the streams around each
         # of its batches costs more than a small step.
+        streams = OwnStreams(derive_seed(self._seed, "iterable", epoch))
         if not isinstance(self._source, DataLoader):
+            self._carried.enter(streams)
             return iter(self._source)
-        return drawn_in(OwnStreams(derive_seed(self._seed, "iterable", epoch)), self._source)
+        self._streams = streams
+        return drawn_in(streams, self._source, self._carried.enter)
+
+
+def _carries(source: Any) -> str:
+    return f"{name_of(source)} decides the order and carries its state; resume is as exact as that"
+
+
+def _one_ahead(windows: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """The same, each given out when the next was drawn: so that a checkpoint after the last one knows that it is."""
+    for first in islice(windows, 1):
+        window = first
+        for following in windows:
+            yield window
+            window = following
+        yield window
 
 
 def count_samples(batch: Any) -> int:

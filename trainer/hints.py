@@ -1,7 +1,8 @@
 """What classes and functions take, and whether values fit: jsonargparse's reading of signatures and type hints.
 
 It is handed Python values only. Text stays text, as our own reader has already decided what is a number, and
-the environment is not read.
+the environment is not read. What is plain to see, a signature without ``**kwargs`` and a value that is of its type
+already, is not shown to it: importing it takes longer than all else that a plan does.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from functools import cache
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from os import PathLike
+from types import FunctionType, NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -45,6 +51,9 @@ class Parameter(NamedTuple):
 @cache
 def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     """The parameters that a class or function takes by name, also those it hands on through ``**kwargs``."""
+    plain = _plain_parameters(target)
+    if plain is not None:
+        return plain
     from jsonargparse._parameter_resolvers import get_signature_parameters
 
     found = get_signature_parameters(target, None, logger=False)
@@ -55,8 +64,39 @@ def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     }
 
 
+def _plain_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None:
+    """The parameters, where the signature alone says them all and every hint can be resolved."""
+    is_class = isinstance(target, type)
+    function = inspect.getattr_static(target, "__init__") if is_class else target
+    if not isinstance(function, FunctionType) or (
+        is_class and inspect.getattr_static(target, "__new__") is not object.__new__
+    ):
+        return None
+    if is_dataclass(target) and any(f.default_factory is not MISSING for f in fields(target)):
+        return None
+    listed = list(inspect.signature(function).parameters.values())[is_class:]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if not all(p.kind in by_name for p in listed):
+        return None
+    try:
+        found = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # a name that only a type checker imports
+        return None
+    return {p.name: Parameter(found.get(p.name, Any), p.default) for p in listed}
+
+
+def as_they_are(target: Callable[..., Any], values: Mapping[str, Any]) -> bool:
+    """Whether every value is of its parameter's type already."""
+    return not _others(target, values)
+
+
+def _others(target: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    known = parameters(target)
+    return {name: value for name, value in values.items() if not _is_plain(value, known[name].hint)}
+
+
 def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[ArgumentParser, Namespace]:
-    """jsonargparse's parser for those parameters of ``target`` that have a value, and what it made of the values.
+    """jsonargparse's parser for those parameters whose values are not as they are, and what it made of them.
 
     Raises:
         ArgumentError: A value does not fit.
@@ -64,8 +104,7 @@ def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Argume
     from jsonargparse import ArgumentParser, set_loader
 
     set_loader("text", lambda text: text)
-    known = parameters(target)
-    typed = {name: copy.deepcopy(v) for name, v in values.items() if not _is_text(v, known[name].options)}
+    known, typed = parameters(target), copy.deepcopy(_others(target, values))
     parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode="text", add_help=False)
     for name in typed:
         try:
@@ -77,6 +116,8 @@ def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Argume
 
 def instantiate(target: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for ``target``: values in their types, and the objects among them made."""
+    if as_they_are(target, values):
+        return dict(values)
     parser, parsed = parse(target, values)
     return {**values, **parser.instantiate(parsed).as_dict()}
 
@@ -102,6 +143,19 @@ def item_options(container: Iterable[Any], position: int) -> tuple[Any, ...]:
 def takes_a_maker(members: Iterable[Any]) -> bool:
     """Whether a class is wanted that is called later with more arguments, as ``Callable[[X], Y]`` says."""
     return any(get_origin(option) is get_origin(Callable[[], Any]) for option in members)
+
+
+def takes_a_class(members: Iterable[Any]) -> bool:
+    """Whether an object is wanted and no text, so that a dotted word can only be the path of its class."""
+    kinds = [option for option in members if option is not NoneType]
+    plain = (bool, int, float, str, PathLike, Enum)
+    return bool(kinds) and all(isinstance(kind, type) and not issubclass(kind, plain) for kind in kinds)
+
+
+def takes_numbers_alone(members: Iterable[Any]) -> bool:
+    """Whether no text is wanted, also none that looks like a number."""
+    kinds = {option for option in members if option is not NoneType}
+    return not kinds.isdisjoint((int, float)) and kinds <= {int, float, Tensor}
 
 
 def choices(members: Iterable[Any]) -> list[str]:
@@ -134,5 +188,11 @@ def words(members: Iterable[Any]) -> str:
     return " or ".join(found)
 
 
-def _is_text(value: Any, members: tuple[Any, ...]) -> bool:
-    return isinstance(value, str) and (Any in members or str in members)
+def _is_plain(value: Any, hint: Any) -> bool:
+    if isinstance(value, str) and not {str, Any}.isdisjoint(options(hint)):  # jsonargparse might read it as a number
+        return True
+    if type(value) not in (bool, int, float, str, NoneType) or "Annotated[" in str(hint):  # which says more
+        return False
+    chosen = [choice for option in options(hint) if get_origin(option) is Literal for choice in get_args(option)]
+    literal = any(type(choice) is type(value) and choice == value for choice in chosen)
+    return literal or not {type(value), Any}.isdisjoint(options(hint))

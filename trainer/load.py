@@ -17,6 +17,7 @@ from ..strategies.precision import PrecisionStrategy
 from ..strategies.tree import map_tensors
 from .checkpoint import CheckpointState, read_checkpoint
 from .newest import newest_checkpoint
+from .remote import local
 from .resolve import resolve_device, resolve_precision
 from .rollout import to_tensors
 from .state import load_policy
@@ -29,6 +30,7 @@ def load(
     precision: str | PrecisionStrategy | FabricPlugin | None = None,
     policy: nn.Module | None = None,
     weights: str = "raw",
+    verify: bool = True,
 ) -> nn.Module:
     """The trained policy, in eval mode on ``device``: statistics included, actions in float32.
 
@@ -36,11 +38,12 @@ def load(
     without gradients, and gives float32 on the device; numbers of discrete actions stay whole.
 
     Args:
-        checkpoint: A checkpoint's folder, ``last``, or a run's folder (its newest).
+        checkpoint: A checkpoint's folder, ``last``, or a run's folder (its newest); also as an fsspec URL.
         device: Where it is to act; never another in silence.
         precision: ``None`` is the precision of the run.
         policy: A module of the trained class to fill, for a run whose ``config.yaml`` cannot build one.
         weights: "raw", or "ema" for the average that the callback ``EMA`` keeps.
+        verify: ``False`` compares the sizes of the files and not their checksums, for a huge policy.
 
     Raises:
         CheckpointError: There is no whole checkpoint, or it does not fit the policy.
@@ -49,14 +52,19 @@ def load(
         DeviceUnavailableError: The device is not here.
         PrecisionError: The device cannot run the precision.
     """
-    folder = newest_checkpoint(Path(checkpoint), lambda text: warnings.warn(text, stacklevel=2))
-    saved = read_checkpoint(folder, verify=False)
+
+    def warn(text: str) -> None:
+        warnings.warn(text, stacklevel=3)
+
+    with local(checkpoint, warn) as where:
+        folder = newest_checkpoint(where, warn, verify=verify)
+        saved = read_checkpoint(folder, verify=False)
+        filled = _build(folder) if policy is None else policy
     facts = probe()
     place = resolve_device(device, facts).value
     compute = resolve_precision(
         saved.manifest["precision"] if precision is None else precision, place.device, facts
     ).value
-    filled = _build(folder) if policy is None else policy
     load_policy(filled, _weights(saved, weights, folder), folder)
     warning = compute.check_native(place.device, facts)
     if warning is not None:
@@ -72,7 +80,7 @@ def load(
 
 def _weights(saved: CheckpointState, name: str, checkpoint: Path) -> dict[str, Tensor]:
     models = {"raw": saved.model, **saved.models}
-    if name not in models:
+    if not isinstance(name, str) or name not in models:
         raise CheckpointError(
             f"{checkpoint} has no weights {name!r}, but {' and '.join(sorted(models))}.\n"
             "Averaged ones are in the checkpoints of a run with the callback EMA."

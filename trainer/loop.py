@@ -11,9 +11,16 @@ _NOTHING = nullcontext()
 
 def train(run: Run) -> None:
     """Train until the run has the steps or epochs it was asked for, or somebody stops it."""
+    try:
+        _train(run)
+    except Exception as error:
+        run.fail(error)  # raises it, unless other ranks are to end with this one
+
+
+def _train(run: Run) -> None:
     trainer, policy, adapter = run.trainer, run.policy, run.adapter
     precision, distribution, updater = run.precision, run.distribution, run.updater
-    counters, means = run.counters, run.means
+    counters, means, step = run.counters, run.means, distribution.through(adapter.module, adapter.training_step)
     batch_start = run.callbacks.bound["on_train_batch_start"]
     before_backward = run.callbacks.bound["on_before_backward"]
     after_backward = run.callbacks.bound["on_after_backward"]
@@ -21,11 +28,11 @@ def train(run: Run) -> None:
 
     while not run.done:
         for batch, index, divisor, closes in run.begin_epoch():
-            run.in_window = True
+            run.in_window, run.backward_is_done = True, False
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
             with _NOTHING if closes else distribution.accumulating(adapter.module):
-                loss, metrics = precision.forward(adapter.training_step, batch, index)
+                loss, metrics = precision.forward(step, batch, index)
                 if loss is not None:
                     share = loss if divisor == 1.0 else loss / divisor
                     for hook in before_backward:
@@ -34,6 +41,9 @@ def train(run: Run) -> None:
                     for hook in after_backward:
                         hook(trainer, policy)
                     means.add("train/loss", loss)
+                elif closes:
+                    distribution.contribute_nothing(adapter.module)
+            run.backward_is_done = closes
             for name, value in metrics.items():
                 means.add(f"train/{name}", value)
             counters.micro_batches += 1

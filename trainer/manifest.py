@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
+from ..strategies.checks import is_whole
 from ..strategies.errors import CheckpointError
 from .checkpoint_folders import MANIFEST
 from .packing import loads, unpack
 
 FORMAT_VERSION = 1
+
+_LARGEST = 2**28  # bytes of a manifest, thousands of times what one has; a larger one would only fill the memory
 
 _FILE_NAME = re.compile(r"(pretrained_model(_[a-z]+)?|training_state)/\w+\.(json|safetensors)", re.ASCII)
 
@@ -24,6 +28,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or a newer policyfit wrote it.
     """
     try:
+        if (size := _size(folder / MANIFEST)) > _LARGEST:
+            raise ValueError(f"it has {size} bytes")
         packed = loads((folder / MANIFEST).read_bytes())
         manifest = unpack(packed, {})
     except FileNotFoundError as error:
@@ -43,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("sha256") != seal(packed):
         raise damaged(folder, MANIFEST, "its contents are not those that were written")
     if not _has_shape(manifest):
-        raise damaged(folder, MANIFEST, "its counters or its list of files cannot be read")
+        raise damaged(folder, MANIFEST, "its counters, its list of files or its facts of the run cannot be read")
     return manifest
 
 
@@ -55,7 +61,7 @@ def check_files(folder: Path, manifest: dict[str, Any], *, contents: bool) -> No
     """
     for name, entry in manifest["files"].items():
         try:
-            size = (folder / name).stat().st_size
+            size = _size(folder / name)
             if size != entry.get("size"):
                 raise damaged(folder, name, f"it has {size} bytes instead of {entry.get('size')}")
             if contents:
@@ -79,7 +85,7 @@ def seal(packed: dict[str, Any]) -> str:
 
 def are_counters(value: Any) -> bool:
     """Whether a manifest's counters have at least ``step`` and ``micro_batches``, both whole numbers."""
-    return isinstance(value, dict) and all(type(value.get(n)) is int for n in ("step", "micro_batches"))
+    return isinstance(value, dict) and all(is_whole(value.get(n), 0) for n in ("step", "micro_batches"))
 
 
 def damaged(folder: Path, part: str, what: str) -> CheckpointError:
@@ -90,11 +96,21 @@ def damaged(folder: Path, part: str, what: str) -> CheckpointError:
     )
 
 
+def _size(path: Path) -> int:
+    """The size of a regular file. Raises OSError for a pipe, which would be waited for, and a device without end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is no regular file")
+    return found.st_size
+
+
 def _has_shape(manifest: dict[str, Any]) -> bool:
     files, layouts = manifest.get("files"), manifest.get("layouts")
     return (
         manifest["format_version"] == FORMAT_VERSION
         and are_counters(manifest.get("counters"))
+        and all(isinstance(manifest.get(name), str) for name in ("precision", "device"))
+        and all(isinstance(manifest.get(name, {}), dict) for name in ("data", "movers", "settings"))
         and isinstance(files, dict)
         and all(_FILE_NAME.fullmatch(str(name)) and isinstance(entry, dict) for name, entry in files.items())
         and isinstance(layouts, dict)

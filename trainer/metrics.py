@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -88,9 +88,13 @@ class Means:
                 for _ in range(len(chunk)):
                     self._add_number(name, next(values))
 
-    def read(self) -> dict[str, float]:
-        """The means since the last ``read``, NaN where no value was finite; starts anew. Waits for the device."""
-        sums = self.state_dict()
+    def read(self, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
+        """The means since the last ``read``, NaN where no value was finite; starts anew. Waits for the device.
+
+        Args:
+            gather: What all ranks give for one's own, for means over all of them.
+        """
+        sums = added(gather(self.state_dict()))
         self._sums = {}
         return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
@@ -102,3 +106,14 @@ class Means:
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
         """Take back what ``state_dict`` gave."""
         self._sums = {name: list(total) for name, total in state.items()}
+
+
+def added(parts: Iterable[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """Sums and counts of several, by name."""
+    added: dict[str, list[float]] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            both = added.setdefault(name, [0.0, 0.0])
+            both[0] += total
+            both[1] += count
+    return added

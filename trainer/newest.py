@@ -26,7 +26,7 @@ def whole_checkpoints(checkpoints: Path) -> list[Path]:
     return [checkpoints / name for _, name in sorted(steps)]
 
 
-def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> Path:
+def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None], *, verify: bool = True) -> Path:
     """The checkpoint to go on from, with every file of it verified.
 
     A run folder and its ``checkpoints`` mean the whole one with the highest step, ``last`` the one it leads
@@ -35,6 +35,7 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> P
     Args:
         run_or_checkpoint: RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/checkpoints/last, or a checkpoint's folder.
         warn: Told of every damaged checkpoint that is passed over, and of a ``last`` that leads to an older.
+        verify: ``False`` compares the sizes of files and not their contents, which takes long for a huge policy.
 
     Raises:
         CheckpointError: There is no whole checkpoint, or the one asked for is damaged.
@@ -47,13 +48,13 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None]) -> P
     elif not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}: no such folder.\nGive a run folder or a checkpoint.")
     elif checkpoints == path and ((path / MANIFEST).exists() or STEP_NAME.fullmatch(path.name)):
-        _verified_step(path)
+        _verified_step(path, verify)
         return path
     found = [*([wanted] if wanted else []), *reversed(_by_step(checkpoints))]
     reasons: list[str] = []
     for folder in dict.fromkeys(found):
         try:
-            step = _verified_step(folder)
+            step = _verified_step(folder, verify)
         except CheckpointError as error:
             reasons.append(str(error).splitlines()[0])
             warn(f"{reasons[-1]} The newest whole checkpoint is used instead.")
@@ -114,9 +115,9 @@ def _by_step(checkpoints: Path) -> list[Path]:
     return sorted(step_folders(checkpoints), key=step)
 
 
-def _verified_step(folder: Path) -> int:
+def _verified_step(folder: Path, verify: bool) -> int:
     manifest = read_manifest(folder)
-    check_files(folder, manifest, contents=True)
+    check_files(folder, manifest, contents=verify)
     return int(manifest["counters"]["step"])
 
 

@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Reason = Literal["non_finite", "norm_overflow", "no_gradients"]
+Reason = Literal["non_finite", "norm_overflow", "no_gradients", "failed"]
 
 REASONS: dict[Reason, str] = {
     "non_finite": "a gradient was inf or NaN",
     "norm_overflow": "the gradients were finite, but their norm overflowed float32",
     "no_gradients": "no parameter received a gradient",
+    "failed": "another process of the run failed",
 }
 
 

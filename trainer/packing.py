@@ -160,7 +160,8 @@ def lay_out(flat: Mapping[str, Tensor], layout: Mapping[str, Any]) -> dict[str, 
     try:
         for name, stride in layout.get("strides", {}).items():
             tensor = tensors[name]
-            if 1 + sum((n - 1) * s for n, s in zip(tensor.shape, stride, strict=True)) != tensor.numel():
+            whole = all(type(s) is int for s in stride)  # a text would be repeated as often as the shape says
+            if not whole or 1 + sum((n - 1) * s for n, s in zip(tensor.shape, stride, strict=True)) != tensor.numel():
                 raise ValueError(f"the strides of {name} do not fit its shape")
             tensors[name] = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
         for name, kept in layout.get("aliases", {}).items():

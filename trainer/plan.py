@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,13 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One decision: what was asked, what was chosen, and the reason."""
+    """One decision: what was asked, what was chosen, and the reason; ``numbers`` are for programs."""
 
     what: str
     asked: str
     chosen: str
     reason: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -31,9 +32,9 @@ class Plan:
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, what: str, asked: object, chosen: object, reason: str = "") -> None:
+    def add(self, what: str, asked: object, chosen: object, reason: str = "", **numbers: Any) -> None:
         """Add one decision."""
-        self.lines.append(Line(what, str(asked), str(chosen), reason))
+        self.lines.append(Line(what, str(asked), str(chosen), reason, numbers))
 
     def chosen(self, what: str) -> str:
         """What was chosen for ``what``."""
@@ -51,9 +52,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``plan.json``: one object a decision, keyed by what it is about."""
-        decisions = {
-            line.what: {"asked": line.asked, "chosen": line.chosen, "reason": line.reason} for line in self.lines
-        }
+        decisions: dict[str, Any] = {}
+        for line in self.lines:
+            decision = {"asked": line.asked, "chosen": line.chosen, "reason": line.reason}
+            decisions[line.what] = {**decision, **({"numbers": dict(line.numbers)} if line.numbers else {})}
         return {**decisions, "notes": list(self.notes)}
 
 

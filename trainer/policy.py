@@ -30,7 +30,7 @@ NO_METRICS: Metrics = {}
 class PolicyAdapter(ABC):
     """One policy, called in its own dialect.
 
-    ``policy`` is what the user gave; ``module`` what runs, which a distribution strategy may have wrapped.
+    ``policy`` is what the user gave; ``module`` what a distribution strategy made of it, through which the loop calls.
     With ``compiles`` it runs compiled from ``attach`` to ``detach``.
     """
 
@@ -115,7 +115,7 @@ class PlainPolicy(PolicyAdapter):
         return {**metrics, "loss": loss}
 
     def _forward(self, batch: Any) -> tuple[Tensor, Metrics]:
-        result = self.module(batch)
+        result = self.policy(batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if metrics is None:
             return checked_loss(loss, self.policy, "forward"), NO_METRICS

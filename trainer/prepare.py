@@ -25,7 +25,7 @@ from .plan import Plan, data_words, rates, schedule_words, tf32_word
 from .policy import PolicyAdapter, adapt, brings
 from .process import choose_threads
 from .resolve import Choice
-from .rng import seed_everything
+from .rng import derive_seed, seed_everything
 from .run import Run
 from .saving import Saver
 from .schedule import Schedule, ScheduleFactory, as_schedule
@@ -70,7 +70,7 @@ def prepare(
     device, distribution = trainer.device, trainer.distribution
     adapter = _checked(policy, trainer.precision)
     if seed is None:
-        seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
+        seed = settings.seed if settings.seed is not None else distribution.broadcast(secrets.randbelow(2**31))
     if settings.seed is not None:
         seed_everything(seed)
     source = train_data if train_data is not None else adapter.own_data("train_dataloader")
@@ -95,13 +95,13 @@ def prepare(
         set_statistics(policy, data.stats)
     validation = _validation(adapter, val_data, settings, device, trainer.facts)
     parts = _assemble(trainer, adapter, settings, choices, optimizer, schedule, plan)
+    if distribution.rank > 0:  # the weights are alike by now; dropout is not to be
+        seed_everything(derive_seed(seed, "rank", distribution.rank))
     plan.add(
         "data",
         "",
         data_words(data, settings),
-        f"resume is not exact: {data.not_exact}"
-        if data.not_exact
-        else "order is a function of seed, epoch and index; resume is exact",
+        f"resume is not exact: {data.not_exact}" if data.not_exact else data.order,
     )
     plan.add("seed", settings.seed, seed, "" if settings.seed is not None else "drawn for the data's order")
     plan.notes += data.notes
@@ -181,7 +181,6 @@ def _assemble(
     device, precision, distribution = trainer.device, trainer.precision, trainer.distribution
     policy = adapter.policy
     device.setup()
-    distribution.setup(device.device)
     policy.to(device.device)
     plan.notes += _put_in_train_mode(policy)
     adapter.compiles = settings.compile

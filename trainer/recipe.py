@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from ..strategies.errors import ConfigError, PolicyfitError
 from . import hints
+from .aliases import REFUSED
+from .blame import culprit, nested_specs
 from .hints import parameters
-from .strict_yaml import KeyPath
+from .strict_yaml import FLOAT, KeyPath
 
 Fault = Callable[[KeyPath, str], ConfigError]
 SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -57,15 +59,8 @@ class Recipe:
         """
         try:
             built = self.target(*given, **hints.instantiate(self.target, self.values), **self.extra)
-        except PolicyfitError as error:
-            raise type(error)(self._placed(str(error))) from error
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            named = [word for word in re.findall(r"\w+", str(error)) if word in self.values]
-            raise self.fault(
-                (*self.arguments, named[0]) if named else self.path,
-                f"{dotted(self.path)}: making {name_of(self.target)} failed: {cause}\nCorrect its arguments, or it.",
-            ) from error
+            raise self._explained(error) from error
         if not self.slot.accepts(type(built)):
             raise self.fault(
                 self.path,
@@ -73,9 +68,24 @@ class Recipe:
             )
         return built
 
+    def _explained(self, error: Exception) -> PolicyfitError:
+        """The error with its place in the run: that of the object or the argument that was refused."""
+        for path, spec in nested_specs(self.values, self.arguments):
+            try:
+                read_recipe(path, spec, ANYTHING, self.fault).build()
+            except PolicyfitError as inner:
+                if inner.__cause__ is not None and str(inner.__cause__).partition("\n")[0] in str(error):
+                    return inner
+        if isinstance(error, PolicyfitError):
+            return type(error)(self._placed(str(error)))
+        argument = culprit(str(error), self.values)
+        at = self.path if argument is None else (*self.arguments, argument)
+        said = f"{dotted(self.path)}: making {name_of(self.target)} failed: {type(error).__name__}: {error}"
+        return self.fault(at, f"{said}\nCorrect {dotted(at) if argument else 'its arguments, or it'}.")
+
     def _placed(self, message: str) -> str:
         """The message with its place: that of the argument it names first, as errors do here, or of the class."""
-        key = re.match(r"(?:\w+\.)*(\w+)", message)
+        key, message = re.match(r"(?:\w+\.)*(\w+)", message), re.sub(r"\bNone\b", "null", message)
         at = (*self.arguments, key[1]) if key and key[1] in self.values else self.path
         known = self.path == self.arguments or message.startswith(dotted(self.path))
         return str(self.fault(at, message if known else f"{dotted(self.path)}: {message}"))
@@ -137,6 +147,9 @@ def unknown_key(path: KeyPath, known: Iterable[str], fault: Fault, advice: str =
     """The error for a key that does not exist, with the nearest one that does."""
     known = list(known)
     near = nearest(str(path[-1]), known)
+    foreign = REFUSED.get(dotted(tuple(part for part in path if part != "init_args")))
+    if foreign:
+        advice = f"\nIt is {foreign.origin}'s: write {foreign.instead}."
     if not advice and near:
         advice = f" Did you mean {dotted((*path[:-1], near))}?"
     elif not advice:
@@ -193,16 +206,25 @@ def _check(
 
 
 def _value(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) -> Any:
+    if isinstance(value, str) and hints.takes_a_class(options) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
+        value = {"class_path": value}
     if isinstance(value, list):
         inside = hints.item_options(options, 0)
         return [_value((*path, i), inside, item, fault) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
+        pythons = value == "None" and NoneType in options  # as text, it would name a folder None
+        if pythons or (isinstance(value, str) and hints.takes_numbers_alone(options)):
+            hint = " Write it without quotes if you mean the number." if FLOAT.fullmatch(str(value)) else ""
+            hint = " Write null, as None is Python's word." if pythons else hint
+            raise fault(path, f"{dotted(path)} must be {hints.words(options)}, got {value!r}.{hint}")
         return hints.coerce(value, options)
     if "class_path" in value:
         return _nested(path, options, value, fault)
     for option in options:
         if isinstance(option, type) and is_dataclass(option):
-            return _check(path, option, value, fault)
+            settings = bind(path, option, value, fault)
+            settings.build()  # which checks them
+            return settings.values
     inside = hints.item_options(options, 1)
     return {key: _value((*path, key), inside, item, fault) for key, item in value.items()}
 
@@ -221,6 +243,8 @@ def _nested(path: KeyPath, options: tuple[Any, ...], spec: Mapping[str, Any], fa
 
 
 def _check_types(path: KeyPath, target: Any, values: Mapping[str, Any], fault: Fault) -> None:
+    if hints.as_they_are(target, values):
+        return
     from jsonargparse import ArgumentError
 
     try:

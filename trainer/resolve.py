@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
+from ..strategies.ddp import DDP
 from ..strategies.device import (
     CPUDevice,
     CUDADevice,
@@ -20,10 +21,11 @@ from ..strategies.device import (
     unavailable,
 )
 from ..strategies.distributed import DistributionStrategy, SingleProcess
-from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.errors import ConfigError
 from ..strategies.fabric import FabricPlugin, fabric_precision, is_fabric_plugin
 from ..strategies.facts import MachineFacts, describe, local_rank, world_size
 from ..strategies.formats import bf16_support, fp16_support
+from ..strategies.fsdp import FSDP
 from ..strategies.mixed import BF16, FP16
 from ..strategies.obstacles import (
     Obstacle,
@@ -42,10 +44,12 @@ _DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu|rocm|hip)(?::(0|[1-9]\d*))?")
 _MEANT_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps", "intel": "xpu"}
 #: The words that mean "no", beside ``None`` and ``False``: YAML reads an unquoted no as False, an empty value as None.
 NO_PRECISION = ("no", "none", "off", "false", "null")
+#: Lightning's words for what has a word here.
+LIGHTNING_PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16", "32-true": "no"}
 _MEANT_PRECISIONS = {
-    ("32", "float32", "fp32", "32-true", "full"): "no",
-    ("bf16-mixed", "bfloat16"): "bf16",
-    ("16", "16-mixed", "float16", "half"): "fp16",
+    ("32", "float32", "fp32", "full"): "no",
+    ("bfloat16",): "bf16",
+    ("16", "float16", "half"): "fp16",
     ("64", "float64", "double"): "64-true",
 }
 #: What ``accelerate launch --mixed_precision`` sets for its processes, and in what they would compute.
@@ -154,9 +158,9 @@ def resolve_precision(
     """The precision strategy for a request, checked against the device.
 
     Args:
-        request: "no" (or ``NO_PRECISION``), "bf16", "fp16", "auto", a strategy, or a precision plugin of
-            lightning-fabric. Those of its own plugins that are none of the first three go by their names too
-            ("bf16-true", "16-true", "64-true"), so that what they trained can be loaded.
+        request: "no" (or ``NO_PRECISION``), "bf16", "fp16", "auto", Lightning's word for one of them, a strategy, or a
+            precision plugin of lightning-fabric. Those of its own plugins that are none of the first three go by
+            their names too ("bf16-true", "16-true", "64-true"), so that what they trained can be loaded.
 
     Raises:
         ConfigError: The request is no precision, ``grad_scaler`` goes with none of it, or a launcher's environment
@@ -165,6 +169,8 @@ def resolve_precision(
     """
     word, reason = plain_precision(request), ""
     asked = word if isinstance(word, str) else ""
+    if asked in LIGHTNING_PRECISIONS:
+        word, reason = LIGHTNING_PRECISIONS[asked], f"{asked} is Lightning's word for it"
     if word == "auto":
         word, reason = choose_precision(device, facts)
     strategy = _precision_of(word)
@@ -227,24 +233,27 @@ def _check_launcher(strategy: PrecisionStrategy, facts: MachineFacts) -> None:
 
 
 def resolve_distribution(request: str | DistributionStrategy, facts: MachineFacts) -> Choice[DistributionStrategy]:
-    """The distribution strategy for a request.
+    """The distribution strategy for a request, checked against what was launched.
+
+    ``auto`` follows the launcher: ddp for several processes, none for one.
 
     Raises:
         ConfigError: The request is no distribution.
-        DistributedError: Several processes were launched or asked for, and this release runs one.
+        DistributedError: It does not fit the launched processes, or the environment would change the run.
     """
     if isinstance(request, DistributionStrategy):
+        request.check(facts)
         return Choice(value=request, asked=request.name, chosen=request.name, reason="an object was given")
-    if request not in ("auto", "none", "ddp", "fsdp"):
+    kinds: dict[str, type[DistributionStrategy]] = {"none": SingleProcess, "ddp": DDP, "fsdp": FSDP}
+    if request not in ("auto", *kinds):
+        near = next(iter(get_close_matches(str(request).strip().lower(), ("auto", *kinds), n=1)), "auto")
         raise ConfigError(
             f"distributed must be auto, none, ddp or fsdp, or a distribution strategy, got {request!r}.\n"
-            "Use distributed='auto'."
+            f"Use distributed={near!r}."
         )
     world = world_size(facts)
-    if request in ("ddp", "fsdp") or world > 1:
-        found = f"distributed={request!r} was requested" if request != "auto" else "a launcher started this process"
-        raise DistributedError(
-            f"{found} (WORLD_SIZE is {world}), but this release of policyfit runs one process.\n"
-            "Start it as one process, without a launcher, with distributed='none'."
-        )
-    return Choice(value=SingleProcess(), asked=request, chosen="none", reason="one process")
+    chosen = request if request != "auto" else "ddp" if world > 1 else "none"
+    strategy = kinds[chosen]()
+    strategy.check(facts)
+    reason = f"a launcher started {world} processes" if world > 1 else "one process"
+    return Choice(value=strategy, asked=request, chosen=chosen, reason=reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..strategies.checks import seed_number, whole
+from ..strategies.distributed import DistributionStrategy, SingleProcess
 from ..strategies.errors import ConfigError, PolicyfitError
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def rollout(
     seed: int,
     act: _Act,
     to_device: Callable[[Any], Any],
+    distribution: DistributionStrategy | None = None,
 ) -> RolloutReport:
     """Run episodes in rounds, one in each environment; episode i starts from ``seed + i`` in any case.
 
@@ -131,12 +133,14 @@ def rollout(
             rollout, which closes it exactly once, also after an error.
         act: Gives the actions for an observation on the device, shape (num_envs, action).
         to_device: Moves an observation: a tensor or a dict of tensors, float64 already made float32.
+        distribution: Where there are several ranks, they share the rounds, and all report on all of them.
 
     Raises:
         ConfigError: The policy cannot act, the environment cannot be used, or a number is out of range.
         PolicyfitError: The actions do not fit the environment, or are not finite.
     """
-    tally = _Tally()
+    ranks = distribution or SingleProcess()
+    tally, rounds = _Tally(), dict[int, _Tally]()
 
     def act_on_host(observation: Any) -> Tensor:
         on_device = to_device(to_tensors(observation))
@@ -153,11 +157,14 @@ def rollout(
 
     with _opened(env) as vector, acting(policy), torch.no_grad():
         _check_request(policy, vector, episodes, seed)
-        for first in range(0, episodes, vector.num_envs):
+        for first in range(0, episodes, vector.num_envs)[ranks.rank :: ranks.world_size]:
             these = range(first, min(first + vector.num_envs, episodes))
             if callable(reset := getattr(policy, "reset", None)):
                 reset()
+            tally = rounds[first] = _Tally()
             _play_round(vector, these, seed, act_on_host, tally)
+    every = {first: tally for part in ranks.gather(rounds) for first, tally in part.items()}
+    tally = _Tally.of([every[first] for first in sorted(every)])
     successes = sum(tally.succeeded) if tally.reported else None
     p50, p99 = np.percentile(tally.latencies_ms, (50, 99))
     return RolloutReport(
@@ -182,6 +189,17 @@ class _Tally:
     succeeded: list[bool] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
     reported: bool = False
+
+    @classmethod
+    def of(cls, rounds: Sequence[_Tally]) -> _Tally:
+        """All of them as one."""
+        return cls(
+            returns=[value for tally in rounds for value in tally.returns],
+            lengths=[value for tally in rounds for value in tally.lengths],
+            succeeded=[value for tally in rounds for value in tally.succeeded],
+            latencies_ms=[value for tally in rounds for value in tally.latencies_ms],
+            reported=any(tally.reported for tally in rounds),
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..strategies.errors import DistributedError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
 from .metrics import Means
@@ -50,6 +51,12 @@ class Run:
     stop_reason: str | None = None
     exit_code: int = 0
     in_window: bool = False
+    #: Whether the backward that closes the window, in which ranks combine their gradients, is over.
+    backward_is_done: bool = False
+    #: Why this rank asked for a stop that all have to agree on; and its error, or that another has failed.
+    asked_to_stop: str | None = None
+    failure: Exception | None = None
+    failed: bool = False
     resumed: bool = False
     resumed_step: int = 0
     logged_step: int = 0
@@ -133,7 +140,9 @@ class Run:
         every = self.settings
         return (
             self.stop_reason is not None
+            or self.updater.ends_now
             or self.saver.error is not None
+            or bool(self.saver.notices)
             or self.callbacks.need_outcome_now
             or step == every.max_steps
             or _hits(step, every.log_every)
@@ -145,6 +154,9 @@ class Run:
         """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
         self.saver.check()
         self.updater.settle()
+        while self.saver.notices:
+            self.trainer.event("warning", source="checkpoint", message=self.saver.notices.pop(0))
+        self._take_agreement()
         step = self.counters.step
         if step != self.updater.aimed_step:  # it was skipped; the next update aims at the same step
             return
@@ -164,7 +176,7 @@ class Run:
         seconds = max(time.perf_counter() - self._clock - self._paused, 1e-9)
         steps, batches = counters.step - self._counted[0], counters.micro_batches - self._counted[1]
         record: dict[str, Any] = {"step": counters.step, "epoch": counters.epoch}
-        record.update(self.means.read())
+        record.update(self.means.read(self.distribution.gather))
         record["lr"] = float(self.updater.lr)
         if outcome is not None and math.isfinite(outcome.grad_norm):
             record["grad_norm"] = outcome.grad_norm
@@ -193,6 +205,54 @@ class Run:
             self.trainer.event("warning", source="validation", message=message)
         self.callbacks.call("on_validation_end", self.trainer, self.policy)
 
+    # Together with other ranks -----------------------------------------------------------------------------------
+
+    def stop(self, reason: str, exit_code: int) -> None:
+        """End after the update under way, or where there are ranks to agree with, after the next."""
+        if self.distribution.world_size > 1:
+            self.asked_to_stop = self.asked_to_stop or reason
+            self.updater.agreement.ask_to_stop(exit_code)
+        elif self.stop_reason is None:
+            self.stop_reason, self.exit_code = reason, exit_code
+
+    def _take_agreement(self) -> None:
+        agreement = self.updater.agreement
+        if not self.updater.ends_now or self.stop_reason is not None:
+            return
+        reasons = self.distribution.gather(self.asked_to_stop)
+        asked = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
+        self.stop_reason = next(iter(asked), "another process failed")
+        self.exit_code, self.failed = agreement.exit_code, agreement.failed
+
+    def fail(self, error: Exception) -> None:
+        """Have all ranks end after the same update, in which this one takes part without gradients.
+
+        Raises:
+            Exception: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
+        """
+        distribution, updater = self.distribution, self.updater
+        if distribution.world_size == 1:
+            raise error
+        distribution.report(error)
+        if not distribution.can_contribute_nothing or updater.half_applied or isinstance(error, DistributedError):
+            raise error
+        self.failure = error
+        try:
+            if self.in_window:
+                if not self.backward_is_done:
+                    distribution.contribute_nothing(self.adapter.module)
+                updater.apply_failed()
+                self.in_window = False
+            while not updater.ends_now:
+                distribution.contribute_nothing(self.adapter.module)
+                updater.apply_failed()
+            updater.settle()
+            self._take_agreement()
+        except Exception as second:  # the others have ended, or a settled skip was the last straw
+            error.of_this_rank = True  # type: ignore[attr-defined]
+            error.add_note(f"The other processes could not be told in order: {type(second).__name__}: {second}")
+            raise error from None
+
     # Beginning and end ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -210,6 +270,8 @@ class Run:
     def finish(self) -> None:
         """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""
         self.updater.settle()
+        if self.failed:
+            return
         if self.counters.step != self.logged_step:
             self._log()
         if self.stop_reason is None:

@@ -25,7 +25,7 @@ def holds_a_run(folder: Path) -> bool:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a checkpoint was completed here."""
-    return any(folder.glob("checkpoints/*/manifest.json"))
+    return any(folder.glob("checkpoints/[0-9]*/manifest.json"))
 
 
 def run_of(checkpoint: Path) -> Path | None:

@@ -51,22 +51,40 @@ class OwnStreams:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._inside: Streams | None = None
+        self.inside: Streams | None = None
         self._outside: Streams | None = None
 
     def __enter__(self) -> None:
         self._outside = read_streams()
-        if self._inside is None:
+        if self.inside is None:
             seed_streams(self._seed)
         else:
-            write_streams(self._inside)
+            write_streams(self.inside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._outside is not None
-        self._inside = read_streams()
+        self.inside = read_streams()
         write_streams(self._outside)
+
+    @staticmethod
+    def packed(streams: Streams) -> dict[str, Any]:
+        """``inside`` for a checkpoint: plain values and tensors."""
+        (version, words, pending), (kind, key, *rest), torch_state = streams
+        return {
+            "python": [version, torch.tensor(words), pending],
+            "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *rest],
+            "torch": torch_state,
+        }
+
+    @staticmethod
+    def unpacked(state: dict[str, Any]) -> Streams:
+        """What ``packed`` was given."""
+        version, words, pending = state["python"]
+        kind, key, *rest = state["numpy"]
+        numpy_state = (kind, key.numpy().astype(np.uint32), *rest)
+        return (version, tuple(words.tolist()), pending), numpy_state, state["torch"]
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
@@ -130,11 +148,13 @@ class OrderedDraws(Draws):
 class KeptDraws(Draws):
     """The micro-batches that a user's own sampler gives, drawn in random streams of their own.
 
-    Those before the start are drawn and dropped, which reads no sample. ``source`` yields the indices, and
-    ``name`` is that of the class which chooses them.
+    Those before the start are drawn and dropped, which reads no sample, unless a sampler carries its state.
+    ``source`` yields the indices, and ``name`` is that of the class which chooses them.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        from .carried import Carried  # which needs OwnStreams
+
         super().__init__()
         batches: Any = loader.batch_sampler
         self.source: Any = loader.sampler if batches is None else batches
@@ -142,16 +162,22 @@ class KeptDraws(Draws):
         self._parts = (loader.sampler, batches, getattr(batches, "sampler", None))
         self._batched = batches is not None
         self._seed = seed
+        self.carried = Carried(batches, loader.sampler, getattr(batches, "sampler", None))
 
     def __iter__(self) -> Iterator[Draw]:
         return self._draws(self.epoch, self.start)
 
     def _draws(self, epoch: int, start: int) -> Iterator[Draw]:
         set_epoch(self._parts, epoch)
-        streams = OwnStreams(derive_seed(self._seed, "sampler", epoch))
-        drawn = drawn_in(streams, self.source)
-        for number, indices in enumerate(beginning_at(start, drawn, epoch), start):
+        streams, carried = OwnStreams(derive_seed(self._seed, "sampler", epoch)), self.carried
+        goes_on = carried.begin()
+        drawn = drawn_in(streams, self.source, carried.enter)
+        number = start
+        for indices in drawn if goes_on else beginning_at(start, drawn, epoch):
+            carried.note(epoch, number + 1, streams)
             yield Draw(epoch, list(indices) if self._batched else indices, number)
+            number += 1
+        carried.note(epoch + 1, 0)
 
 
 def beginning_at(start: int, drawn: Iterator[Any], epoch: int) -> Iterator[Any]:
@@ -174,10 +200,15 @@ def too_short(found: int, start: int, epoch: int) -> ConfigError:
     )
 
 
-def drawn_in(streams: OwnStreams, source: Any) -> Iterator[Any]:
-    """What ``source`` yields, with every call of its code made inside ``streams``."""
+def drawn_in(streams: OwnStreams, source: Any, enter: Callable[[OwnStreams], None]) -> Iterator[Any]:
+    """What ``source`` yields, with every call of its code made inside ``streams``.
+
+    Args:
+        enter: Called once there is an iterator, before anything is drawn from it.
+    """
     with streams:
         iterator = iter(source)
+    enter(streams)
     while True:
         with streams:
             try:

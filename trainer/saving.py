@@ -68,6 +68,8 @@ class Saver:
         self._synchronize = synchronize
         self._thread: Thread | None = None
         self.error: BaseException | None = None
+        #: What went wrong without harm to the checkpoint; told at the next step.
+        self.notices: list[str] = []
 
     def save(self, state: CheckpointState, write: Callable[[CheckpointState], None]) -> None:
         """Copy ``state`` now and ``write`` it meanwhile; the save before must be over."""

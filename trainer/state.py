@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ from . import changes
 from .checkpoint import CheckpointState, write_checkpoint
 from .counters import Counters
 from .describe import class_path, policy_config
+from .metrics import added
 from .newest import point_last_at
+from .remote import RemoteRun
 from .rng import capture as capture_streams
+from .rng import derive_seed, seed_everything
+from .rng import restore as put_streams
 from .run import Run
+from .together import on_main, parts, whole
 
 
 def capture(run: Run, extra: dict[str, Any], *, exact: bool = True) -> CheckpointState:
@@ -26,7 +32,10 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True) -> Checkpoin
         extra: What callbacks added in ``on_save_checkpoint``; ``models``, whole state dicts of the policy by name, go
             into files of their own.
     """
-    models = extra.pop("models", {})
+    ranks = run.distribution
+    models = {name: whole(ranks, model) for name, model in extra.pop("models", {}).items()}
+    # A run that was resumed and has not drawn a batch yet still has its streams to come.
+    streams = ranks.gather(capture_streams(run.device) if run.streams is None else run.streams)
     return CheckpointState(
         models=models,
         manifest={
@@ -42,29 +51,31 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True) -> Checkpoin
             "settings": changes.plain_settings(run),
             "exact": exact,
         },
-        model=run.policy.state_dict(),
+        model=whole(ranks, run.policy.state_dict()),
         policy_config=policy_config(run.policy),
-        optimizers=[o.state_dict() for o in run.updater.optimizers],
+        optimizers=[whole(ranks, o.state_dict()) for o in run.updater.optimizers],
         schedules=[s.state_dict() for s in run.schedules],
         scaler=run.precision.state_dict(),
-        # A run that was resumed and has not drawn a batch yet still has its streams to come.
-        rng=capture_streams(run.device) if run.streams is None else run.streams,
+        rng=streams[0],
+        rng_of_others=streams[1:],
         callbacks={
             "states": run.callbacks.state_dict(),
             "checkpoint": extra,
-            "means": run.means.state_dict(),
+            "means": added(ranks.gather(run.means.state_dict())),
             "metrics": dict(run.trainer.metrics),
             "validated_step": run.validated_step,
             "logged_step": run.logged_step,
+            "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
         },
     )
 
 
-def save(run: Run, path: str | Path | None, *, background: bool, exact: bool) -> Path:
+def save(run: Run, path: str | Path | None, *, background: bool, exact: bool, remote: str | None) -> Path:
     """Write the run's checkpoint to ``path``, or as that of its step, to which ``last`` then points.
 
     Raises:
         CallbackError: A window is open, and the checkpoint is to be exact.
+        CheckpointError: It could not be written, or in the foreground not be copied to ``remote``.
     """
     if run.in_window and exact:
         raise CallbackError(
@@ -87,12 +98,19 @@ def save(run: Run, path: str | Path | None, *, background: bool, exact: bool) ->
         write_checkpoint(folder, captured)
         if path is None:
             point_last_at(folder)
+        if remote is not None:
+            try:
+                RemoteRun(remote).upload(folder)
+            except CheckpointError as error:  # the checkpoint itself is whole: no reason to end a run
+                if not background:
+                    raise
+                run.saver.notices.append(f"{error} The next save is copied again.")
 
     captured = capture(run, extra, exact=exact)
-    if background:
+    if not background:
+        on_main(run.distribution, partial(write, captured))
+    elif run.distribution.is_main:
         run.saver.save(captured, write)
-    else:
-        write(captured)
     return folder
 
 
@@ -112,7 +130,7 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path, asked: Iterable[
     found = changes.check(run, manifest, checkpoint, asked)
     report.changed += [text for words in found.values() for text in words]
     report.changed += changes.changed_settings(run, manifest)
-    load_policy(run.policy, saved.model, checkpoint)
+    load_policy(run.policy, parts(run.distribution, saved.model, run.policy.state_dict()), checkpoint)
     report.kept.append("the weights")
     changes.renew_statistics(run, found, asked, report)
     changes.load_movers(run, saved, checkpoint, found, report)
@@ -122,19 +140,26 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path, asked: Iterable[
         setattr(run.counters, name, getattr(counters, name))
     run.resumed_step = counters.step
     changes.place_in_data(run, manifest, found, report)
-    run.means.load_state_dict(saved.callbacks.get("means", {}))
+    run.data.load_state(None if "data" in found else saved.callbacks.get("data"))
+    if run.distribution.is_main:  # those of all ranks
+        run.means.load_state_dict(saved.callbacks.get("means", {}))
     run.trainer.remember(saved.callbacks.get("metrics", {}))
     run.validated_step = saved.callbacks.get("validated_step")
     run.logged_step = saved.callbacks.get("logged_step", counters.step)
     run.resumed = True
     missing = run.callbacks.load_state_dict(saved.callbacks.get("states", {}))
     report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
-    run.streams = saved.rng
+    streams = [saved.rng, *saved.rng_of_others]
+    run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
+    if len(streams) != run.distribution.world_size:
+        report.changed.append(f"ranks were {len(streams)} and are now {run.distribution.world_size}")
+    if len(streams) < run.distribution.world_size:
+        report.reset.append("the random streams of the new ranks, so it is not bit for bit the same run")
     before, now = manifest["device"], run.device.device.type
     if before == now:
         report.kept.append("the random streams")
     else:
-        run.streams = {**capture_streams(run.device), **saved.rng}
+        run.streams = {**capture_streams(run.device), **run.streams}
         report.changed.append(f"device was {before} and is now {now}")
         report.reset.append("the device's random stream, so it is not bit for bit the same run")
     inexact = "it was saved after an error, inside a window perhaps, so this is not bit for bit the run that was begun"
@@ -158,6 +183,15 @@ def load_policy(policy: torch.nn.Module, model: dict[str, Tensor], checkpoint: P
             f"The weights in {checkpoint} do not fit {type(policy).__name__}: {' '.join(str(error).split())}\n"
             "Build the policy with the settings it was trained with."
         ) from error
+
+
+def _new_streams(run: Run) -> dict[str, Tensor]:
+    """For a rank that the checkpoint does not know: its own, from the seed and the step."""
+    kept = capture_streams(run.device)
+    seed_everything(derive_seed(run.seed, "rank", run.distribution.rank, run.counters.step))
+    made = capture_streams(run.device)
+    put_streams(kept, run.device)
+    return made
 
 
 def _load_scaler(run: Run, saved: CheckpointState, report: changes.Report) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..strategies.errors import ConfigError
+from .interpolation import escape, fill_in
 
 KeyPath = tuple[str | int, ...]
 
@@ -133,9 +134,18 @@ def read_word(text: str, name: str) -> Any:
     if text[:1] in ("[", "{", '"', "'"):
         return read_text(text, name).value
     try:
-        return scalar(text)
+        return _word(text)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _word(text: str) -> Any:
+    """What a plain word means, its variables filled in."""
+    filled = fill_in(text)
+    try:
+        return scalar(filled)
+    except ValueError as error:
+        raise ValueError(f"{text} is {filled}: {error}" if filled != text else str(error)) from None
 
 
 def scalar(text: str) -> str | int | float | bool | None:
@@ -232,10 +242,8 @@ class _Builder:
         return items
 
     def _scalar(self, node: Any) -> Any:
-        if not _plain(node):
-            return node.value
         try:
-            return scalar(node.value)
+            return _word(node.value) if _plain(node) else fill_in(node.value)
         except ValueError as error:
             raise self._error(node, str(error)) from None
 
@@ -244,6 +252,7 @@ class _Builder:
 
 
 def _represent_text(dumper: Any, text: str) -> Any:
+    text = escape(text)
     try:
         plain = scalar(text) == text and text != "<<"
     except ValueError:
@@ -265,4 +274,5 @@ def _syntax_message(error: Any, text: str, name: str) -> str:
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     what = ", ".join(part for part in (error.context, error.problem) if part)
     advice = "\nIndent with spaces: YAML does not allow tabs there." if "\t" in line else ""
+    advice = "\nWithin [ ] and { } put it in double quotes." if "${" in line else advice
     return f"{place}: this is not YAML: {what}.{advice}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..callbacks.defaults import with_defaults
 from ..callbacks.tf32 import TF32
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import CallbackError, ConfigError
+from ..strategies.errors import CallbackError, ConfigError, DistributedError
 from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
@@ -31,6 +31,7 @@ from .optimizer import OptimizerFactory
 from .plan import Plan
 from .prepare import Choices, dry_run, prepare, prepare_validation
 from .process import choose_threads, process_state, run_all
+from .remote import RemoteRun, is_url
 from .resolve import resolve_device, resolve_distribution, resolve_precision
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
@@ -38,6 +39,7 @@ from .run import Run
 from .run_dir import check_free, held, make, new_name, newest_run, replace_text, run_of
 from .schedule import ScheduleFactory
 from .settings import NonFinite, Settings
+from .together import on_main, parts
 from .validation import validate
 from .view import RunView
 
@@ -158,6 +160,7 @@ class Trainer(RunView):
         schedule: ScheduleFactory | None = None,
         resume: str | Path | None = None,
         changes: Sequence[str] = (),
+        verify: bool = True,
     ) -> None:
         """Train ``policy``, in place.
 
@@ -168,10 +171,11 @@ class Trainer(RunView):
             val_data: The same for validation; ``None`` takes the policy's own ``val_dataloader()``, if it has one.
             optimizer: Makes the optimizer from the trainable parameters; wins over ``configure_optimizers``.
             schedule: Makes the schedule from that optimizer; it counts steps.
-            resume: ``None`` for a new run, "last" for the newest checkpoint of ``run_dir``, or a path: a run's
-                folder or a checkpoint's.
+            resume: ``None`` for a new run, "last" for the newest checkpoint of ``run_dir``, or a path or fsspec URL: a
+                run's folder or a checkpoint's. What a URL has is copied into ``run_dir``.
             changes: What may differ from the run that is gone on with, by name: "lr" and other settings of the
                 optimizer, "optimizer", "schedule", "batch_size", "accumulate", "data", "statistics".
+            verify: ``False`` compares the sizes of the checkpoint's files and not their checksums, for a huge policy.
 
         Raises:
             PolicyfitError: Any of its kinds, before the first batch where that is possible.
@@ -179,52 +183,68 @@ class Trainer(RunView):
         if self._status == "running":
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
-        checkpoint = self._find_checkpoint(resume)
-        changes = changes.split(",") if isinstance(changes, str) else changes
-        if changes and checkpoint is None:
+        changes = [name for name in changes.split(",") if name] if isinstance(changes, str) else changes
+        if changes and resume is None:
             raise ConfigError(f"changes={list(changes)!r} is for a run that is gone on with.\nLeave it out, or resume.")
-        run_dir = self._run_dir
-        if run_dir is not None and (checkpoint is None or run_of(checkpoint) != run_dir.resolve()):
-            check_free(run_dir)
-        saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False)
-        run, threads = prepare(
-            self,
-            policy,
-            train_data,
-            val_data,
-            settings=self._settings,
-            choices=self._choices,
-            optimizer=optimizer,
-            schedule=schedule,
-            seed=None if saved is None else state.seed_of(saved, self._settings.seed),
-            fresh=saved is None,
-            plan=self._plan,
-        )
+        self.device.setup()
+        self.distribution.setup(self.device.device)
+        try:
+            # On rank 0, since a folder that it makes would be in the way of the others' checks.
+            checkpoint = on_main(self.distribution, partial(self._find_checkpoint, policy, resume, verify))
+            saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False)
+            run, threads = prepare(
+                self,
+                policy,
+                train_data,
+                val_data,
+                settings=self._settings,
+                choices=self._choices,
+                optimizer=optimizer,
+                schedule=schedule,
+                seed=None if saved is None else state.seed_of(saved, self._settings.seed),
+                fresh=saved is None,
+                plan=self._plan,
+            )
+        except BaseException as error:
+            self.distribution.report(error)
+            self.distribution.teardown()
+            raise
         self._proven = True
         with self._process_state(threads):
             self._fit(run, checkpoint, saved, changes)
 
     def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None, changes: Sequence[str]) -> None:
         old = None if checkpoint is None else run_of(checkpoint)
-        run.run_dir = (self._run_dir or old or new_name(type(run.policy).__name__)).absolute()
         self._run, self._status = run, "running"
         try:
+            run_dir = self._run_dir or old or new_name(type(run.policy).__name__)
+            run.run_dir = self.distribution.broadcast(run_dir.absolute())
             if saved is not None and checkpoint is not None:
                 self._plan.notes += state.restore(run, saved, checkpoint, changes)
             run.start()
             self.callbacks.call("setup", self, run.policy, "fit")
-            self._write_description(run, new=old is None)  # what was refused until here wrote nothing
+            # What was refused until here wrote nothing.
+            run.run_dir = on_main(self.distribution, partial(self._write_description, run, new=old is None))
             if saved is not None:
-                added = {**saved.callbacks.get("checkpoint", {}), "models": saved.models}
+                own = run.policy.state_dict()
+                models = {name: parts(self.distribution, model, own) for name, model in saved.models.items()}
+                added = {**saved.callbacks.get("checkpoint", {}), "models": models}
                 self.callbacks.call("on_load_checkpoint", self, run.policy, added)
             run.is_open = True
             self.callbacks.call("on_fit_start", self, run.policy)
             train(run)
             run.finish()
+            if run.failed:
+                self._fail_with_others(run)
             self._status = "completed" if run.stop_reason is None else "stopped"
             self.callbacks.call("on_fit_end", self, run.policy)
         except BaseException as error:
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            if self.distribution.is_lost(error):
+                lost = self.distribution.lost(error)
+                run_all((*self._each("on_exception", run.policy, lost), *self._endings(run, "failed")), lost)
+                raise lost from error
+            self.distribution.report(error)
             run_all((*self._each("on_exception", run.policy, error), *self._endings(run, "failed")), error)
             raise
         try:
@@ -234,6 +254,22 @@ class Trainer(RunView):
             raise
         if run.exit_code:
             raise SystemExit(run.exit_code)
+
+    def _fail_with_others(self, run: Run) -> NoReturn:
+        """Save what all ranks have, if only some have failed, and end in this rank's error or that of another."""
+        errors = run.distribution.gather(
+            None if run.failure is None else f"{type(run.failure).__name__}: {run.failure}"
+        )
+        if None in errors:
+            self.callbacks.call("on_fit_end", self, run.policy)
+        if run.failure is not None:
+            run.failure.of_this_rank = None in errors  # type: ignore[attr-defined]  # else rank 0 tells it
+            raise run.failure
+        rank = next(rank for rank, error in enumerate(errors) if error)
+        raise DistributedError(
+            f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n"
+            "What was saved can be gone on with once that is mended: --resume."
+        )
 
     def _each(self, hook: str, *arguments: Any) -> list[Callable[[], None]]:
         """The calls of a hook that has to reach every callback, whatever the ones before it raise."""
@@ -247,18 +283,30 @@ class Trainer(RunView):
         device_type, deterministic = self.device.device.type, self._settings.deterministic
         return process_state(deterministic=deterministic, threads=threads, device_type=device_type, facts=self.facts)
 
-    def _find_checkpoint(self, resume: str | Path | None) -> Path | None:
-        if resume is None:
-            return None
-        where = Path(resume) if resume != "last" else (self._run_dir or newest_run())
-        return newest_checkpoint(where, self._plan.notes.append)
+    def _find_checkpoint(self, policy: nn.Module, resume: str | Path | None, verify: bool) -> Path | None:
+        """The checkpoint to go on from; refuses a folder in which the run may not write."""
+        found = None if resume is None else self._resolve(policy, resume, verify)
+        run_dir = self._run_dir
+        if run_dir is not None and (found is None or run_of(found) != run_dir.resolve()):
+            check_free(run_dir)
+        return found
 
-    def _write_description(self, run: Run, *, new: bool) -> None:
-        """``plan.json`` and ``config.yaml``, as the run is now; a script that resumes a run file's run leaves its."""
+    def _resolve(self, policy: nn.Module, resume: str | Path, verify: bool) -> Path:
+        if is_url(resume):
+            check_free(folder := self._run_dir or new_name(type(policy).__name__))
+            folder = make(folder, new=self._run_dir is None)
+            return RemoteRun(str(resume)).download(folder, self._plan.notes.append)
+        where = Path(resume) if resume != "last" else (self._run_dir or newest_run())
+        return newest_checkpoint(where, self._plan.notes.append, verify=verify)
+
+    def _write_description(self, run: Run, *, new: bool) -> Path:
+        """``plan.json`` and ``config.yaml``, as the run is now; a script that resumes a run file's run leaves its.
+
+        Returns:
+            The run's folder, made if need be.
+        """
         from .strict_yaml import write  # PyYAML is not needed before a run
 
-        if not self.is_main:
-            return
         run.run_dir = make(run.run_dir, new=new and self._run_dir is None)
         run.lock.enter_context(held(run.run_dir))
         replace_text(run.run_dir / "plan.json", json.dumps(self._plan.to_dict(), indent=2) + "\n")
@@ -267,6 +315,7 @@ class Trainer(RunView):
             if config is None:
                 config = describe(self._settings, self.device.name, self.precision.name, run.policy, run.seed)
             replace_text(run.run_dir / "config.yaml", write(config))
+        return run.run_dir
 
     # Commands of callbacks --------------------------------------------------------------------------------------
 
@@ -276,8 +325,7 @@ class Trainer(RunView):
         Args:
             exit_code: Other than 0, ``fit`` ends in ``SystemExit`` with it, once everything is saved and closed.
         """
-        if self._active.stop_reason is None:
-            self._active.stop_reason, self._active.exit_code = reason, exit_code
+        self._active.stop(reason, exit_code)
 
     def log(self, name: str, value: Any) -> None:
         """Report a metric, a number or a scalar tensor: its mean stands in the next log record.
@@ -324,7 +372,12 @@ class Trainer(RunView):
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, path: str | Path | None = None, *, background: bool = False, exact: bool = True
+        self,
+        path: str | Path | None = None,
+        *,
+        background: bool = False,
+        exact: bool = True,
+        remote: str | None = None,
     ) -> Path:
         """Save the run as it stands, complete or not at all; returns the checkpoint's folder.
 
@@ -343,7 +396,7 @@ class Trainer(RunView):
                 "save_checkpoint() was called during a validation or rollout, in which other weights may stand in.\n"
                 "Call it from on_validation_end, on_rollout_end or on_due."
             )
-        return state.save(self._active, path, background=background, exact=exact)
+        return state.save(self._active, path, background=background, exact=exact, remote=remote)
 
     def wait_for_checkpoint(self) -> None:
         """Until a save in the background is complete.
@@ -360,6 +413,14 @@ class Trainer(RunView):
     def delete_checkpoint(self, checkpoint: Path) -> None:
         """Delete one of them."""
         delete_checkpoint(checkpoint)
+
+    def remote_run(self, url: str) -> RemoteRun:
+        """The copy of a run under an fsspec URL: its checkpoints' names, and how one is uploaded or deleted.
+
+        Raises:
+            ConfigError: There is no such kind of URL here.
+        """
+        return RemoteRun(url)
 
     # Without training -------------------------------------------------------------------------------------------
 
@@ -423,7 +484,15 @@ class Trainer(RunView):
         with self._standing(policy, "evaluate"):
             with self.evaluating(policy):
                 self.callbacks.call("on_rollout_start", self, policy)
-                report = rollout(policy, env, episodes=episodes, seed=seed, act=act, to_device=self.device.move)
+                report = rollout(
+                    policy,
+                    env,
+                    episodes=episodes,
+                    seed=seed,
+                    act=act,
+                    to_device=self.device.move,
+                    distribution=self.distribution,
+                )
             if self._status == "running":
                 counters = self._active.counters
                 self.emit({"step": counters.step, "epoch": counters.epoch, **report.metrics()})
@@ -437,7 +506,12 @@ class Trainer(RunView):
             self._run.updater.settle()  # what stands in for the weights must know of every update
         before, self._evaluating = self._evaluating, True
         try:
-            with preserved(self.device), acting(policy), self.callbacks.around_evaluation(self, policy):
+            with (
+                preserved(self.device),
+                acting(policy),
+                self.callbacks.around_evaluation(self, policy),
+                self.distribution.whole_weights(policy),
+            ):
                 yield
         finally:
             self._evaluating = before
@@ -449,6 +523,7 @@ class Trainer(RunView):
             yield
             return
         self.device.setup()
+        self.distribution.setup(self.device.device)
         policy.to(self.device.device)
         if not self._proven:
             self.precision.setup(self.device.device)
@@ -461,6 +536,6 @@ class Trainer(RunView):
                 self.callbacks.call("setup", self, policy, stage)
                 yield
             except BaseException as error:
-                run_all(self._each("teardown", policy, stage), error)
+                run_all((*self._each("teardown", policy, stage), self.distribution.teardown), error)
                 raise
-            run_all(self._each("teardown", policy, stage))
+            run_all((*self._each("teardown", policy, stage), self.distribution.teardown))

@@ -19,17 +19,19 @@ from torch.optim import Optimizer
 
 from ..strategies.errors import ConfigError
 from ..strategies.mailbox import Mailbox
+from .agreement import Agreement
 from .counters import Counters
 from .divergence import Divergence
 from .fused import lands_on_the_device
-from .outcome import Outcome
+from .outcome import Outcome, Reason
 from .schedule import Schedule
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-MAILBOX_SIZE = 4  # skip, non_finite, norm, scale
+MAILBOX_SIZE = 7  # skip, non_finite, edited, stop, failed: those that ranks agree on; norm, scale
+_AGREED = 5
 
 
 class Updater:
@@ -60,20 +62,26 @@ class Updater:
         self._clip_norm, self._clip_value = settings.clip_norm, settings.clip_value
         # The scaler of fp16 skips overflows whatever the guard says: a scale without that is no scale.
         self._guard = settings.non_finite != "off" or self._precision.scale is not None
-        self.divergence = Divergence(policy, counters, settings, self._precision.min_scale)
+        self._together = self._distribution.world_size > 1
+        self._may_skip = self._guard or self._together
+        self.divergence = Divergence(policy, counters, settings, self._precision.min_scale, self._distribution)
         bound = trainer.callbacks.bound
         self._before_step, self._before_zero_grad = bound["on_before_optimizer_step"], bound["on_before_zero_grad"]
         self._update_end = bound["on_update_end"]
         self._named = _named_parameters(policy, self.optimizers)
         self._parameters = list(self._named.values())
         self._names = tuple(self._named)
-        self._flags = mailbox.on_device[:2]
+        self._flags = mailbox.on_device[:_AGREED]
+        self.agreement = Agreement(mailbox.slots[3], mailbox.slots[4])
+        #: Updates tried so far, whether settled or not; and whether an error broke one off that ranks had agreed on.
+        self.applied, self.half_applied = 0, False
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
-        if self._guard and self._on_device:
+        if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
                 optimizer.found_inf = mailbox.slots[0]  # type: ignore[attr-defined]
         self._pending: Callable[[], Outcome] | None = None
         self._outcome: Outcome | None = None
+        self._scale_used: float | None = None  # the loss scale of the update that is settled next
         #: Whether ``on_update_end`` is under way, in which some callbacks have seen the update and some have not.
         self.settling = False
         #: The step that the update applied last makes if it lands; exact, since all before it are settled.
@@ -88,37 +96,44 @@ class Updater:
         self.settle()
         self.aimed_step = self._counters.step + 1
         drawn = self._counters.micro_batches
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if not gradients:
+        gradients = self._gradients()
+        if not gradients and not self._together:
             self._pending = lambda: self._without_gradients(drawn)
             return
-        skip, non_finite, norm, scale_slot = self._mailbox.slots
+        skip, non_finite, edited, _, _, norm, scale_slot = self._mailbox.slots
         precision, scale = self._precision, self._precision.scale
+        if self._scale_used is None and scale is not None:
+            self._scale_used = precision.first_scale
         norms: Tensor | None = None
 
-        if self._guard:
-            precision.unscale(self.optimizers, gradients, non_finite)
+        if self._may_skip:
             skip.zero_()
+        if self._guard:
+            precision.unscale(gradients, non_finite)
             norms = self._check_norm(gradients, norm, skip)
         if self._before_step:
             for optimizer in self.optimizers:
                 for hook in self._before_step:
                     hook(self._trainer, self._policy, optimizer)
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            if self._guard:  # what was edited is checked again, still before any clipping; the flags only rise
-                precision.find_non_finite(gradients, non_finite)
+            gradients = self._gradients()
+            if self._guard:  # what was edited is checked again, still before any clipping, and leaves the scale alone
+                edited.zero_()
+                precision.find_non_finite(gradients, edited)
                 norms = self._check_norm(gradients, norm, skip)
-        if self._guard:
+        if self._together:
+            self._distribution.sync_buffers(self._policy)
             self._distribution.reduce_max(self._flags)
+        self.applied += 1
+        self.half_applied = True
         self._clip(gradients, norm)
-        if not self._guard or self._on_device:
+        if not self._may_skip or self._on_device:
             self._step_all()
         else:
             self._mailbox.send()
             if not self._mailbox.read()[0]:
                 self._step_all()
         if scale is not None:
-            precision.settle_scale()
+            precision.settle_scale(non_finite)
             scale_slot.copy_(scale)
         self._mailbox.send()
 
@@ -131,13 +146,38 @@ class Updater:
         for parameter in self._parameters:
             parameter.grad = None
         self._pending = lambda: self._read(norms, names, drawn)
+        self.half_applied = False
 
     def _check_norm(self, gradients: list[Tensor], norm: Tensor, skip: Tensor) -> Tensor:
         """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
-        norms = self._precision.norms(gradients)
+        norms = self._distribution.norms(self._precision.norms(gradients))
         torch.linalg.vector_norm(norms, out=norm)
         self._precision.find_non_finite([norm], skip)
         return norms
+
+    def _gradients(self) -> list[Tensor]:
+        """Those that there are, of each the part that is on this rank."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return [self._distribution.local(g) for g in gradients] if self._together else gradients
+
+    def apply_failed(self) -> None:
+        """Take part in the update of a window in which this rank has failed: no rank's weights move."""
+        self.settle()
+        drawn = self._counters.micro_batches
+        self._mailbox.slots[0].fill_(1.0)
+        self.agreement.fail()
+        self._distribution.sync_buffers(self._policy)
+        self._distribution.reduce_max(self._flags)
+        self.applied += 1
+        self._mailbox.send()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._pending = lambda: self._read(None, (), drawn)
+
+    @property
+    def ends_now(self) -> bool:
+        """Whether the ranks have agreed that the update applied last is the last one."""
+        return self.agreement.ends(self.applied)
 
     def _step_all(self) -> None:
         for optimizer in self.optimizers:
@@ -149,7 +189,7 @@ class Updater:
             torch._foreach_clamp_max_(gradients, self._clip_value)
         if self._clip_norm is not None:
             if self._clip_value is not None or not self._guard:
-                norm = torch.linalg.vector_norm(self._precision.norms(gradients))
+                norm = torch.linalg.vector_norm(self._distribution.norms(self._precision.norms(gradients)))
             # Source: torch.nn.utils.clip_grad_norm_, bit for bit, its 1e-6 included.
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0))
 
@@ -190,16 +230,18 @@ class Updater:
             self._counters.skipped_in_a_row += 1
         for hook in self._update_end:
             hook(self._trainer, self._policy, outcome)
-        if not outcome.landed:
-            self.divergence.judge(outcome, self._trainer.metrics.get("train/loss"))
+        if not outcome.landed and outcome.reason != "failed":
+            self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
+        self._scale_used = outcome.scale
 
     def _read(self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int) -> Outcome:
-        skip, non_finite, norm, scale = self._mailbox.read().tolist()
+        skip, non_finite, edited, stop, failed, norm, scale = self._mailbox.read().tolist()
         counters = self._counters
-        landed = not (self._guard and skip)
+        landed = not (self._may_skip and skip)
+        self.agreement.note(counters.updates + 1, stop, failed)
         return Outcome(
             landed=landed,
-            reason=None if landed else "non_finite" if non_finite else "norm_overflow",
+            reason=None if landed else _reason(failed, non_finite or edited),
             step=counters.step + landed,
             update=counters.updates + 1,
             grad_norm=norm if self._guard else float("nan"),
@@ -227,6 +269,10 @@ class Updater:
         """Leave the optimizers as they came; after the last update."""
         for optimizer in self.optimizers:
             vars(optimizer).pop("found_inf", None)
+
+
+def _reason(failed: float, non_finite: float) -> Reason:
+    return "failed" if failed else "non_finite" if non_finite else "norm_overflow"
 
 
 def _named_parameters(policy: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:

@@ -6,19 +6,19 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import lerobot_format
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
 import torch
-from metaworld.policies import SawyerPickPlaceV3Policy
-from pick_place_env import FPS, TRAINING_SEED, VALIDATION_SEED, PickPlaceEnv
-from rich.progress import track
+from pick_place_env import FPS, TRAINING_SEED, VALIDATION_SEED
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from policyfit import ConfigError, PolicyfitError
+
+if TYPE_CHECKING:
+    from lerobot_format import Column, Vectors
+    from pick_place_simulator import PickPlaceEnv
 
 WORDS = "Pick up the puck and bring it to the goal."
 NAMES = {
@@ -107,6 +107,10 @@ class Demonstrations(Dataset[dict[str, Tensor]]):
 
 def record(root: str | Path, episodes: int = 50, val_episodes: int = 5) -> None:
     """Record the scripted expert into the new folder ``root``, which appears whole or not at all."""
+    import lerobot_format
+    from pick_place_simulator import PickPlaceEnv
+    from rich.progress import track
+
     root = Path(root)
     seeds = [TRAINING_SEED + i for i in range(episodes)] + [VALIDATION_SEED + i for i in range(val_episodes)]
     env = PickPlaceEnv()
@@ -134,9 +138,11 @@ def record(root: str | Path, episodes: int = 50, val_episodes: int = 5) -> None:
         # Another process of this run was faster; the expert is deterministic, so its recording is the same.
 
 
-def _episode(env: PickPlaceEnv, seed: int) -> dict[str, lerobot_format.Vectors]:
+def _episode(env: PickPlaceEnv, seed: int) -> dict[str, Vectors]:
+    from metaworld.policies import SawyerPickPlaceV3Policy
+
     expert = SawyerPickPlaceV3Policy()
-    steps: list[dict[str, lerobot_format.Vectors]] = []
+    steps: list[dict[str, Vectors]] = []
     observation, _ = env.reset(seed=seed)
     succeeded_at = None
     while succeeded_at is None or len(steps) < succeeded_at + STEPS_AFTER_SUCCESS:
@@ -160,11 +166,14 @@ def _splits(episodes: int, val_episodes: int) -> dict[str, str]:
     return {"train": f"0:{episodes}", "val": f"{episodes}:{episodes + val_episodes}"}
 
 
-def _read(root: Path, splits: dict[str, str]) -> tuple[dict[str, lerobot_format.Column], lerobot_format.Column]:
+def _read(root: Path, splits: dict[str, str]) -> tuple[dict[str, Column], Column]:
+    import lerobot_format
+    from pyarrow import ArrowException  # type: ignore[import-untyped]
+
     try:
         found = lerobot_format.read_info(root)["splits"]
         frames, lengths = lerobot_format.read(root)
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, ArrowException) as error:
         raise PolicyfitError(
             f"The demonstrations in {root} cannot be read: {error}\n"
             "Delete that folder; they are recorded again at the next start."

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from policyfit.callbacks.checkpoint import Checkpoint
+from policyfit.strategies.distributed import SingleProcess
 from policyfit.strategies.errors import CallbackError, CheckpointError, ConfigError
 
 POLICY = nn.Identity()
@@ -30,13 +31,16 @@ class FakeTrainer:
         self.callback: Checkpoint | None = None
         self.waits = 0
         self.status = "running"
+        self.is_main = True
+        self.distribution = SingleProcess()
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def wait_for_checkpoint(self) -> None:
         self.waits += 1
 
-    def save_checkpoint(self, *, background: bool = False) -> Path:
+    def save_checkpoint(self, *, background: bool = False, remote: str | None = None) -> Path:
         assert not background
+        assert remote is None
         path = self.run_dir / "checkpoints" / f"{self.step:06d}"
         path.mkdir(exist_ok=True)
         state = {} if self.callback is None else self.callback.state_dict()
@@ -210,7 +214,7 @@ def test_nothing_is_deleted_when_the_save_fails(tmp_path: Path) -> None:
     trainer, callback = start(tmp_path, every_steps=1, keep=1)
     drive(trainer, callback, range(1, 2))
 
-    def full(*, background: bool) -> Path:
+    def full(**_: Any) -> Path:
         raise CheckpointError("disk full")
 
     trainer.save_checkpoint = full

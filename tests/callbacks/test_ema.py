@@ -222,6 +222,13 @@ def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
         EMA(decay)
 
 
+@pytest.mark.parametrize("value", ["no", "false", 0, 1, None])
+def test_a_setting_that_is_neither_true_nor_false_is_refused(value: Any) -> None:
+    for settings in ({"warmup": value}, {"evaluate": value}):
+        with pytest.raises(ConfigError, match=rf"EMA\.{next(iter(settings))} must be true or false, got"):
+            EMA(**settings)
+
+
 def test_two_averages_in_one_run_are_refused_before_the_first_batch() -> None:
     class Slow(EMA):
         pass
@@ -269,13 +276,27 @@ def test_a_run_resumed_without_an_average_begins_one_with_its_weights_and_says_s
     assert "begins anew with those of step 3" in event["message"]
 
 
+def test_an_average_that_belongs_to_another_callback_is_said_to_be_so() -> None:
+    class Mine(EMA):
+        pass
+
+    log = Log()
+    fit(mlp(), EMA(), Checkpoint(), run_dir="run", max_steps=3)
+    trainer = fit(mlp(), Mine(), Checkpoint(), log, run_dir="run", max_steps=4, resume="last")
+    assert [event["message"] for event in log.events] == [
+        f"the checkpoint has an average of a callback other than {Mine().state_key!r}, so this one's begins anew with "
+        "those of step 3"
+    ]
+    assert any("EMA" in note for note in trainer.plan.notes)
+
+
 def test_an_ordinary_resume_says_nothing_and_one_without_the_callback_names_it() -> None:
     log = Log()
     fit(mlp(), EMA(), Checkpoint(), run_dir="run", max_steps=3)
     fit(mlp(), EMA(), Checkpoint(), log, run_dir="run", max_steps=4, resume="last")
     assert log.events == []
     trainer = fit(mlp(), Checkpoint(), run_dir="run", max_steps=5, resume="last")
-    assert any("state for EMA, but the run has no such callback" in note for note in trainer.plan.notes)
+    assert any("reset: the state of EMA: the run has no such callback" in note for note in trainer.plan.notes)
     assert read_checkpoint(trainer.checkpoints()[-1]).models == {}
 
 
@@ -625,6 +646,34 @@ def test_after_the_run_the_average_stands_in_until_the_weights_are_changed() -> 
     assert "were changed after the run" in log.events[0]["message"]
 
 
+def negate(policy: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.neg_()
+
+
+def permute(policy: Any) -> None:
+    first, last = policy.net[0], policy.net[3]
+    for parameter, axis in ((first.weight, 0), (first.bias, 0), (last.weight, 1)):
+        parameter.data = parameter.data.flip(axis)
+
+
+def nudge(policy: Any) -> None:
+    policy.net[0].weight.data[0, 0] += 1e-6
+
+
+@pytest.mark.parametrize("change", [negate, permute, nudge])
+def test_weights_of_the_same_norm_are_other_weights(change: Callable[[nn.Module], None]) -> None:
+    policy, log = acting(), Log()
+    trainer = fit(policy, EMA(0.9), log)
+    change(policy)
+    changed = weights(policy)
+    trainer.evaluate(policy, Env, episodes=1)
+    same(policy.seen["rollout"][0], changed)
+    same(weights(policy), changed)
+    assert "were changed after the run" in log.events[0]["message"]
+
+
 class LoadsAndEvaluates(Callback):
     """Goes back to other weights at the end of the run, as to the best ones, and rolls out with them."""
 
@@ -858,5 +907,7 @@ def test_weights_that_a_checkpoint_has_not_are_refused_by_name(
     assert main(["fit", str(run_file)]) == 0
     assert main(["eval", "done", "--weights=ema"]) == 1
     assert "has no weights 'ema', but raw" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="run with the callback EMA"):
-        load("done", device="cpu", weights="ema")
+    names: Any
+    for names in ("ema", ["ema"], None, {}):
+        with pytest.raises(CheckpointError, match=r"but raw\.\n.*run with the callback EMA"):
+            load("done", device="cpu", weights=names)

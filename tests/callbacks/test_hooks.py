@@ -240,7 +240,7 @@ def test_evaluate_inside_a_run_calls_neither_setup_nor_teardown_again() -> None:
     callback.at_due = lambda trainer: trainer.evaluate(Acting(), OneStep, episodes=1)
     fit(callback, steps=1, val=False)
     at_due = callback.calls.index("on_due")
-    assert callback.calls[at_due : at_due + 3] == ["on_due", "on_rollout_start", "on_rollout_end"]
+    assert callback.calls[at_due : at_due + 4] == ["on_due", "on_rollout_start", "on_log", "on_rollout_end"]
     assert (callback.calls.count("setup"), callback.calls.count("teardown")) == (1, 1)
 
 

@@ -77,6 +77,32 @@ def test_resumed_run_drops_skips_after_the_checkpoint_that_made_no_step(tmp_path
     assert lines(tmp_path) == [{"step": 5}, before, {"step": 5, "val/loss": 0.5}, after, {"step": 6}]
 
 
+@pytest.mark.parametrize("at_the_save", [0, 1])
+def test_resumed_run_drops_records_of_the_same_step_that_came_after_the_checkpoint(
+    at_the_save: int, tmp_path: Path
+) -> None:
+    trainer: Any = FakeTrainer(tmp_path)
+    log = MetricsLog()
+    log.on_fit_start(trainer, POLICY)
+    log.on_log(trainer, POLICY, {"step": 4})
+    for _ in range(at_the_save):
+        log.on_log(trainer, POLICY, {"step": 5, "train/loss": 1.0})
+    saved = log.state_dict()
+    log.on_log(trainer, POLICY, {"step": 5, "val/loss": 0.5})  # and then the run is killed
+    log.teardown(trainer, POLICY, "fit")
+    resumed: Any = FakeTrainer(tmp_path, resumed=5)
+    log = MetricsLog()
+    log.load_state_dict(saved)
+    log.on_fit_start(resumed, POLICY)
+    log.on_log(resumed, POLICY, {"step": 5, "val/loss": 0.5})
+    log.teardown(resumed, POLICY, "fit")
+    assert lines(tmp_path) == [
+        {"step": 4},
+        *at_the_save * [{"step": 5, "train/loss": 1.0}],
+        {"step": 5, "val/loss": 0.5},
+    ]
+
+
 def test_line_cut_short_by_a_kill_is_dropped_at_resume(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "train/lo')
     write(FakeTrainer(tmp_path, resumed=1), {"step": 2})

@@ -14,11 +14,12 @@ import pytest
 import torch
 from reads import Reads, ReadsPerBatch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 from toys import MLP, Batch, InMemory, assert_equal, batches, mlp, weights
 
-from policyfit import FP16, Callback, OverflowReport, Trainer
+from policyfit import FP16, Callback, ConfigError, OverflowReport, Trainer
 from policyfit.trainer import state
 from policyfit.trainer.cli import main
 
@@ -58,6 +59,12 @@ def only(log: Log) -> dict[str, Any]:
     return event
 
 
+@pytest.fixture(autouse=True)
+def no_hook_is_left() -> Iterator[None]:
+    yield
+    assert not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+
+
 # What was reached -------------------------------------------------------------------------------------------
 
 
@@ -88,6 +95,26 @@ def test_the_worst_parameters_and_modules_of_that_very_update_come_first() -> No
         "modules": ["net.3", "net.0"],
         "message": "the loss was finite, but 3 of 4 gradients were not finite, in net.3, net.0; worst: net.3.weight",
     }
+
+
+def test_the_ten_worst_are_named() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(12)))
+
+        def forward(self, batch: Batch) -> Tensor:
+            return self.layers(batch.x).square().mean() * batch.factor  # type: ignore[no-any-return]
+
+    event = only(fit(Deep(), marked(2, _1=INF), OverflowReport()))
+    assert (len(event["parameters"]), len(event["modules"])) == (10, 10)
+    assert "12 of 12 gradients were not finite" in event["message"]
+
+
+@pytest.mark.parametrize("replay", ["false", 0.5, 1, None])
+def test_a_replay_that_is_neither_true_nor_false_is_refused(replay: Any) -> None:
+    with pytest.raises(ConfigError, match=r"OverflowReport\.replay must be true or false, got"):
+        OverflowReport(replay=replay)
 
 
 def test_a_loss_that_is_not_finite_is_told_apart_from_a_gradient_that_is_not() -> None:
@@ -514,6 +541,188 @@ def test_a_replay_in_float16_uses_the_scale_of_that_update(accumulate: int) -> N
     assert log.events[-1]["loss_finite"]
 
 
+@pytest.mark.parametrize("factor", [INF, 2.0])
+def test_an_origin_names_the_entries_of_the_batch_whatever_it_is(factor: float) -> None:
+    torch.manual_seed(0)
+    data: Any = [{**b._asdict(), "spare": torch.tensor([1.0, NAN])} for b in marked(4, _1=factor)]
+    event = only(fit(Plain(), data, OverflowReport(replay=True)))
+    entries = ("factor", "spare") if factor == INF else ("spare",)
+    assert event["origin"]["what"] == ("loss" if factor == INF else "gradient")
+    assert event["origin"]["batch"] == entries
+    assert event["message"].endswith(f"; the batch holds inf or NaN in {', '.join(entries)}")
+
+
+class Huge(nn.Module):
+    """Its gradient is its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.small = nn.Parameter(torch.full((1,), 1e-3)), nn.Parameter(torch.ones(1))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return (self.w * batch.factor).sum() * 3 + self.small.sum()
+
+
+def test_a_sum_over_the_window_that_overflows_is_named_by_its_parameter_and_micro_batch() -> None:
+    # The gradients of the window are 1e38, 2e38 and 2e38; the third makes their sum larger than float32's 3.4e38.
+    event = only(fit(Huge(), marked(6, _3=1e38, _4=2e38, _5=2e38), OverflowReport(replay=True), accumulate=3))
+    assert event["origin"] == {"what": "sum", "module": "w", "op": None, "micro_batch": 5, "batch": ()}
+    assert "it began in the sum of the window's gradients of w, each of which is finite" in event["message"]
+
+
+class Moves(MLP):
+    """A frozen parameter that the forward itself moves decides what happens, as in a target network or a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.end = nn.Parameter(torch.zeros(()), requires_grad=False), nn.Identity()
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.seen.data += 1
+        x = self.net(batch.x) + self.end(torch.where(self.seen == 5, INF, 0.0))
+        return nn.functional.mse_loss(x, batch.y)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_that_a_forward_moves_are_for_its_replay_as_they_were_before_it(accumulate: int) -> None:
+    torch.manual_seed(0)
+    event = only(fit(Moves(), marked(9), OverflowReport(replay=True), accumulate=accumulate))
+    place = {"what": "input", "module": "end", "op": None, "micro_batch": 4, "batch": ()}
+    assert event["origin"] == place
+
+
+class Rescales(Callback):
+    """Changes batches, as an augmentation does: the third is spoilt by it."""
+
+    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Batch, batch_idx: int) -> None:
+        batch.x.mul_(NAN if batch_idx == 2 else 0.5)
+
+
+def test_a_callback_that_changes_batches_has_to_stand_before_it() -> None:
+    for first in (True, False):
+        log, report = Log(), OverflowReport(replay=True)
+        callbacks = [Rescales(), report, log] if first else [report, Rescales(), log]
+        trainer = Trainer("cpu", max_epochs=1, default_callbacks=False, callbacks=callbacks)
+        trainer.fit(mlp(), InMemory(marked(4)))
+        origin = only(log)["origin"]
+        assert origin == ({"what": "input", "module": "net.0", "op": None, "micro_batch": 2, "batch": ("x",)} if first
+                          else None)  # fmt: skip
+
+
+# What cannot be looked at -----------------------------------------------------------------------------------
+
+
+class Maps(MLP):
+    def forward(self, batch: Batch) -> Tensor:
+        return nn.functional.mse_loss(torch.vmap(self.net)(batch.x), batch.y) * batch.factor
+
+
+class Fuses(MLP):
+    """An encoder that torch runs on nested tensors, where it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).requires_grad_(False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.encoder.eval()
+        with torch.no_grad():
+            padding = torch.tensor([[False, False, True]]).expand(8, 3)
+            x = self.encoder(batch.x[:, None].expand(8, 3, 6), src_key_padding_mask=padding)
+        return super().forward(batch._replace(x=x[:, 0]))
+
+
+class Makes(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach().to_sparse() if self.how == "sparse" else x.detach().to(torch.float8_e4m3fn)
+
+
+class Odd(MLP):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.makes = Makes(how)
+
+    def forward(self, batch: Batch) -> Tensor:
+        made = self.makes(batch.x)
+        return super().forward(batch) + 0 * (made.to_dense() if made.is_sparse else made.float()).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "unseen"),
+    [(Maps, "the output of net"), (Fuses, None), (lambda: Odd("sparse"), "the output of makes"),
+     (lambda: Odd("float8"), "the output of makes")],
+)  # fmt: skip
+def test_what_torch_cannot_look_at_is_left_out_and_named(make: Callable[[], nn.Module], unseen: str | None) -> None:
+    found = []
+    for replay in (False, True):
+        torch.manual_seed(0)
+        policy = make()
+        event = only(fit(policy, marked(4, _1=INF), OverflowReport(replay)))
+        found.append(weights(policy))
+    assert_equal(*found)
+    assert event["origin"]["what"] == "loss"
+    assert event["origin"]["batch"] == ("factor",)
+    names = [text.partition(" (")[0] for text in event.get("unseen", [])]
+    assert names[-1:] == ([] if unseen is None else [unseen])
+    assert unseen is None or f"; not looked at, as torch cannot: {event['unseen'][0]}" in event["message"]
+
+
+def test_a_sparse_entry_of_the_batch_is_left_out_and_named() -> None:
+    data: Any = [{**b._asdict(), "edges": torch.eye(3).to_sparse()} for b in marked(4, _1=INF)]
+    event = only(fit(Plain(), data, OverflowReport(replay=True)))
+    assert event["origin"]["batch"] == ("factor",)
+    assert event["unseen"][0].startswith("the batch's edges (Could not run 'aten::")
+
+
+class Uncopyable:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a camera cannot be copied")
+
+
+class FromDict(MLP):
+    """Takes a dict, and fails when it is computed once more: its own list is not part of what is put back."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = [1] * calls
+
+    def forward(self, batch: Any) -> Tensor:
+        self.left.pop()
+        return super().forward(Batch(batch["x"], batch["y"], batch["factor"]))
+
+
+@pytest.mark.parametrize(
+    ("calls", "entries", "error"),
+    [
+        (9, {"camera": Uncopyable()}, "TypeError: a camera cannot be copied"),
+        (2, {}, "IndexError: pop from empty list"),
+    ],
+)
+def test_a_replay_that_fails_says_why_and_leaves_the_run_as_it_is(
+    calls: int, entries: dict[str, Any], error: str
+) -> None:
+    found = []
+    for replay in (False, True):
+        torch.manual_seed(0)
+        policy = FromDict(calls)
+        data: Any = [{**b._asdict(), **entries} for b in marked(calls if calls < 4 else 4, _1=INF)]
+        event = only(fit(policy, data, OverflowReport(replay)))
+        found.append(weights(policy))
+    assert_equal(*found)
+    assert (event["origin"], event["replay_error"]) == (None, error)
+    assert event["message"].endswith(f"; it could not be computed once more: {error}")
+    report = OverflowReport(replay=True)  # and the next window is kept again
+    data = [{**b._asdict(), **(entries if i == 1 else {})} for i, b in enumerate(marked(6, _1=INF, _3=INF))]
+    events = fit(FromDict(9), data, report).events
+    assert events[1]["origin"]["what"] == "loss"
+
+
 # No trace ---------------------------------------------------------------------------------------------------
 
 
@@ -664,23 +873,49 @@ def test_a_replay_leaves_every_tensor_hook_and_stream_in_its_place(factor: float
     assert trainer.skipped == 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_compiled_policy_is_replayed_module_by_module_and_stays_compiled() -> None:
-    class Eager(Chain):
-        """Counts how often it is entered by way of the compiler."""
+class Around(nn.Module):
+    """A policy whose part may be compiled."""
 
-        def compile(self, *args: Any, **kwargs: Any) -> None:
-            def call(*arguments: Any, **options: Any) -> Any:
-                compiled.append(1)
-                return self._call_impl(*arguments, **options)  # type: ignore[no-untyped-call]
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
 
-            self._compiled_call_impl = call
+    def forward(self, batch: Batch) -> Any:
+        return self.part(batch)
 
-    compiled: list[int] = []
-    torch.manual_seed(0)
-    event = only(fit(Eager("output"), marked(6, _2=2.0), OverflowReport(replay=True), compile=True))
-    assert event["origin"]["module"] == "middle.bad"
-    assert len(compiled) == 6
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad:UserWarning")
+@pytest.mark.parametrize("how", ["the policy", "a part", "a wrapped part"])
+def test_a_compiled_policy_is_replayed_module_by_module_and_stays_compiled(how: str) -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*arguments)
+
+        return call
+
+    def run(replay: bool) -> dict[str, Any]:
+        calls.clear()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        chain = Chain("gradient")
+        policy: nn.Module = chain
+        if how == "a wrapped part":
+            compiled: Any = torch.compile(chain, backend=backend)
+            policy = Around(compiled)
+        else:
+            chain.compile(backend=backend)
+            policy = chain if how == "the policy" else Around(chain)
+        return only(fit(policy, marked(6, _2=2.0), OverflowReport(replay)))
+
+    run(replay=False)
+    without = len(calls)
+    event = run(replay=True)
+    prefix = {"the policy": "", "a part": "part.", "a wrapped part": "part._orig_mod."}[how]
+    assert (event["origin"]["module"], event["origin"]["op"]) == (f"{prefix}middle.bad", "SqrtBackward0")
+    assert len(calls) == without >= 6
 
 
 def test_nothing_is_kept_beyond_an_update_or_an_error() -> None:

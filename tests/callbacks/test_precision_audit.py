@@ -189,6 +189,83 @@ def test_matmuls_that_torch_has_no_formula_for_are_counted(how: Callable[[Tensor
     assert sum(amount for (module, _, _), (_, _, amount) in found.items() if module == "leak") == flops
 
 
+class Frozen(MLP):
+    """A frozen part in a context without gradients, whose operands are of all kinds."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self.context = context
+        self.frozen = nn.ModuleDict(
+            {"conv": nn.Conv2d(1, 4, 3, padding=1), "line": nn.Conv1d(1, 2, 3), "bilinear": nn.Bilinear(6, 6, 2),
+             "linear": nn.Linear(6, 6), "attention": nn.MultiheadAttention(6, 2, batch_first=True)}
+        ).requires_grad_(False)  # fmt: skip
+
+    def forward(self, batch: Batch) -> Tensor:
+        x, parts = batch.x, self.frozen
+        with self.context():
+            image = x[:, None, :, None] * x[:, None, None, :]
+            seen = parts["conv"](image).mean() + parts["line"](x[:, None]).mean() + parts["bilinear"](x, x).mean()
+            seen = seen + (x @ x.T).mean() + torch.einsum("bi,ci->bc", x, x).mean() + torch.outer(x[0], x[1]).mean()
+            seen = seen + parts["attention"](x[None], x[None], x[None])[0].mean() + parts["linear"](x).mean()
+            seen = seen + scaled_dot_product_attention(image, image, image).mean() + torch.matmul(image, image).mean()
+        return mse_loss(self.net(x + seen.clone()), batch.y)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_what_runs_in_inference_mode_counts_as_what_runs_without_gradients(precision: str) -> None:
+    def counted(context: Any) -> dict[tuple[str, str], tuple[int, int]]:
+        total: dict[tuple[str, str], tuple[int, int]] = {}
+        for (module, _, _), (dtype, times, amount) in matmuls(audited(Frozen(context), precision)).items():
+            before = total.get((module, dtype), (0, 0))
+            total[module, dtype] = (before[0] + times, before[1] + amount)
+        return total
+
+    expected = counted(torch.no_grad)
+    assert counted(torch.inference_mode) == expected
+    assert expected["frozen.conv", "float32" if precision == "no" else "bfloat16"] == (1, 2 * 8 * 4 * 9 * 36)
+    assert {module for module, _ in expected} >= {f"frozen.{name}" for name in ("conv", "line", "bilinear", "linear")}
+
+
+class Differentiates(MLP):
+    def forward(self, batch: Batch) -> Tensor:
+        x, change = torch.func.jvp(self.net[0], (batch.x,), (torch.ones_like(batch.x),))  # type: ignore[misc]
+        return mse_loss(self.net[1:](x + change), batch.y)
+
+
+class Ragged(MLP):
+    def forward(self, batch: Batch) -> Tensor:
+        ragged = torch.nested.nested_tensor_from_jagged(batch.x, torch.tensor([0, 3, 8]))
+        return mse_loss(self.net[1:](self.net[0](ragged).values()), batch.y)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own decompositions for jvp
+@pytest.mark.parametrize("make", [Differentiates, Ragged])
+def test_ops_are_counted_where_they_run_and_not_where_only_shapes_are_worked_out(make: Any) -> None:
+    assert {row["device"] for row in audited(make(), "no")["rows"]} == {"cpu"}
+
+
+def test_a_matmul_of_a_ragged_tensor_counts_as_that_of_its_values() -> None:
+    found = matmuls(audited(Ragged()))
+    counted = [row for (module, phase, _), row in found.items() if (module, phase) == ("net.0", "forward")]
+    assert counted == [("bfloat16", 1, 2 * 8 * 6 * 16)]
+
+
+class Grows(MLP):
+    """Makes a layer in its first forward."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = nn.Linear(6, 6)
+        return super().forward(batch._replace(x=self.made(batch.x)))
+
+
+def test_a_module_that_is_made_in_the_first_forward_is_one_of_the_policy() -> None:
+    policy = Grows()
+    found = audited(policy)
+    assert matmuls(found)["made", "forward", "addmm"] == ("bfloat16", 1, 2 * 8 * 6 * 6)
+    assert found["findings"] == []
+
+
 class InLightningsDialect(nn.Module):
     log: Callable[..., None]
 
@@ -424,6 +501,32 @@ class Fails(MLP):
 
     def _fail(self, value: Tensor) -> Tensor:
         raise RuntimeError("the camera is gone")
+
+
+class FailsOnce(MLP):
+    """Fails in the rehearsal alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.calls.append(1)
+        if len(self.calls) == 1:
+            raise RuntimeError("the camera is gone")
+        return super().forward(batch)
+
+
+def test_a_rehearsal_that_fails_is_told_and_the_run_goes_on() -> None:
+    torch.manual_seed(0)
+    audited_policy = FailsOnce()
+    trainer = fit(audited_policy, PrecisionAudit(), default_callbacks=True)
+    [event] = events(trainer, "warning")
+    assert event["message"] == "step 1 could not be audited: RuntimeError: the camera is gone"
+    assert not (trainer.run_dir / "precision_audit.json").exists()
+    plain = mlp()
+    fit(plain)
+    assert_equal(weights(audited_policy), weights(plain))
 
 
 def test_errors_in_the_rehearsal_leave_nothing_behind_and_mix_up_no_modules() -> None:

@@ -73,6 +73,21 @@ def test_growth_is_one_event() -> None:
     assert run.events == [{"event": "scale_growth", "update": 3, "old": 65536.0, "new": 131072.0}]
 
 
+@pytest.mark.parametrize(
+    ("moves", "escalates"),
+    [
+        (".xxxxx", False),
+        (".xxxxxx", True),
+        (".xxxxx" + 94 * "." + "x", True),  # the first drop is update 2 and the last update 101
+        (".xxxxx" + 95 * "." + "x", False),
+    ],
+)
+def test_more_than_5_drops_within_100_updates_escalate(moves: str, escalates: bool) -> None:
+    run = FakeRun(init_scale=2.0**60)
+    run.feed(start(run), moves)
+    assert ("scale_escalation" in kinds(run)) == escalates
+
+
 def test_long_calibration_does_not_escalate() -> None:
     run = FakeRun(init_scale=2.0**40)
     run.feed(start(run), "x" * 30 + "...")

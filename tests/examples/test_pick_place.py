@@ -25,8 +25,9 @@ import lerobot_format
 import pick_place_data
 from custom_callback import QuickRollout
 from pick_place_data import Demonstrations
-from pick_place_env import EVALUATION_SEED, FirstEpisodeOnly, PickPlace, PickPlaceEnv
+from pick_place_env import EVALUATION_SEED, PickPlace
 from pick_place_policy import ActPolicy
+from pick_place_simulator import FirstEpisodeOnly, PickPlaceEnv
 
 pytestmark = pytest.mark.simulator
 

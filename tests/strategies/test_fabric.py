@@ -221,7 +221,7 @@ def test_non_finite_bfloat16_gradients_are_found_without_the_kernel_that_cuda_la
     for value, expected in ((3e38, 0.0), (float("inf"), 1.0), (float("nan"), 1.0), (-float("inf"), 1.0)):
         gradients = [torch.ones(4, dtype=torch.bfloat16), torch.tensor([1.0, value], dtype=torch.bfloat16)]
         flag = torch.ones(())
-        precision.unscale([], gradients, flag)
+        precision.unscale(gradients, flag)
         assert float(flag) == expected
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from contract import PROMISES, Make
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from policyfit import BF16, FP16, Checkpoint, FullPrecision, PrecisionError, Trainer, load
 from policyfit.strategies import mixed
@@ -62,11 +61,10 @@ def test_an_autocast_around_the_run_is_refused(name: str, message: str) -> None:
 def test_a_scaler_that_zeroes_gradients_is_refused_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     original = LossScaler.unscale
 
-    def zeroing(self: LossScaler, optimizers: list[Optimizer], overflow: Tensor) -> None:
-        original(self, optimizers, overflow)
-        for optimizer in optimizers:
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad.zero_()
+    def zeroing(self: LossScaler, gradients: list[Tensor], overflow: Tensor) -> None:
+        original(self, gradients, overflow)
+        for gradient in gradients:
+            gradient.zero_()
 
     monkeypatch.setattr(LossScaler, "unscale", zeroing)
     with pytest.raises(PrecisionError, match=r"not sound on cpu: a known gradient .* came back"):
@@ -76,8 +74,8 @@ def test_a_scaler_that_zeroes_gradients_is_refused_at_setup(monkeypatch: pytest.
 def test_a_scaler_that_sees_an_overflow_where_none_is_is_refused_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     original = LossScaler.unscale
 
-    def alarmed(self: LossScaler, optimizers: list[Optimizer], overflow: Tensor) -> None:
-        original(self, optimizers, overflow)
+    def alarmed(self: LossScaler, gradients: list[Tensor], overflow: Tensor) -> None:
+        original(self, gradients, overflow)
         overflow.fill_(1.0)
 
     monkeypatch.setattr(LossScaler, "unscale", alarmed)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policyfit.strategies.tree import map_tensors, tensors
+from policyfit.strategies.tree import map_leaves, map_tensors, tensors
 
 
 class Step(NamedTuple):
@@ -68,3 +68,10 @@ def test_map_tensors_names_what_it_finds_by_keys_numbers_and_fields() -> None:
 
     map_tensors({"step": Step(torch.ones(1), "pick"), "list": [0, (torch.ones(1),)]}, look)
     assert found == ["step.obs", "list.1.0"]
+
+
+def test_map_leaves_reaches_what_is_neither_a_tree_nor_a_tensor() -> None:
+    batch = {"x": torch.ones(1), "more": [np.zeros(2), {"task": "pick"}]}
+    seen: dict[str, str] = {}
+    map_leaves(batch, lambda leaf, key: seen.setdefault(key, type(leaf).__name__))
+    assert seen == {"x": "Tensor", "more.0": "ndarray", "more.1.task": "str"}

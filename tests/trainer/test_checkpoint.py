@@ -4,13 +4,10 @@ import errno
 import json
 import os
 import pickle
-import random
-import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -523,59 +520,6 @@ def test_sweeping_leaves_the_temporaries_of_others_alone(tmp_path: Path) -> None
 # Damage
 
 
-def damage(folder: Path, other: Path, dice: random.Random) -> str:
-    """Do one thing to the checkpoint that a disk, a network or a person could do; returns the file."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    path = dice.choice(files)
-    data = bytearray(path.read_bytes())
-    kind = dice.choice(["flip", "flip", "flip", "truncate", "grow", "empty", "remove", "swap", "foreign"])
-    if kind == "flip":
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-        path.write_bytes(data)
-    elif kind == "truncate":
-        path.write_bytes(data[: dice.randrange(len(data))])
-    elif kind == "grow":
-        path.write_bytes(data + b"\0" * dice.randrange(1, 9))
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "remove":
-        path.unlink()
-    elif kind == "swap":
-        second = dice.choice([p for p in files if p.read_bytes() != data])
-        path.write_bytes(second.read_bytes())
-        second.write_bytes(data)
-    else:
-        replacement = (other / path.relative_to(folder)).read_bytes()
-        if replacement == data:
-            path.unlink()
-        else:
-            path.write_bytes(replacement)
-    return str(path.relative_to(folder))
-
-
-def test_damage_of_any_kind_is_an_error_and_never_another_state(tmp_path: Path) -> None:
-    dice = random.Random(0)
-    good = write_checkpoint(tmp_path / "000500", make_state(500))
-    other = write_checkpoint(tmp_path / "001000", make_state(1000))
-    expected = contents(make_state(500))
-    survived, messages = 0, []
-    for _ in range(300):
-        folder = tmp_path / "damaged"
-        shutil.copytree(good, folder)
-        name = damage(folder, other, dice)
-        try:
-            state = read_checkpoint(folder)
-        except CheckpointError as error:
-            messages.append(str(error))
-        else:
-            assert name == "manifest.json"  # a flipped bit in its white space
-            assert contents(state) == expected
-            survived += 1
-        shutil.rmtree(folder)
-    assert survived < 20
-    assert all(re.search("is damaged: |no manifest.json|newer policyfit", message) for message in messages)
-
-
 @pytest.mark.parametrize(
     ("old", "new"), [('"seed": 7', '"seed": 3'), ('"step": 500', '"step": 508'), ('"fp16"', '"bf16"')]
 )
@@ -587,19 +531,6 @@ def test_changed_manifest_is_never_believed(tmp_path: Path, old: str, new: str) 
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: its contents are not those"):
         read_checkpoint(manifest.parent, verify=False)
     assert whole_checkpoints(tmp_path) == []
-
-
-def test_damage_that_escapes_the_hashes_is_still_a_checkpoint_error(tmp_path: Path) -> None:
-    dice = random.Random(1)
-    good = write_checkpoint(tmp_path / "000500", make_state(500))
-    other = write_checkpoint(tmp_path / "001000", make_state(1000))
-    for _ in range(100):
-        folder = tmp_path / "damaged"
-        shutil.copytree(good, folder)
-        damage(folder, other, dice)
-        with suppress(CheckpointError):
-            read_checkpoint(folder, verify=False)
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
@@ -650,6 +581,10 @@ def test_well_sealed_nonsense_is_an_error_that_names_the_part(tmp_path: Path, na
         ),
         (lambda m: m["files"].pop("training_state/scaler_state.json"), r"scaler_state\.json is damaged"),
         (lambda m: m.update(counters={"step": "5"}), "counters"),
+        (lambda m: m["counters"].update(step=-1), "counters"),
+        (lambda m: m.pop("precision"), "facts of the run"),
+        (lambda m: m.update(device=3), "facts of the run"),
+        (lambda m: m.update(settings=[]), "facts of the run"),
         (
             lambda m: m["layouts"].update({"pretrained_model/model.safetensors": {"strides": {"weight": [0, 1]}}}),
             "fit",
@@ -659,6 +594,10 @@ def test_well_sealed_nonsense_is_an_error_that_names_the_part(tmp_path: Path, na
             "layout",
         ),
         (lambda m: m["layouts"].update({"pretrained_model/model.safetensors": {"aliases": [3]}}), "layout"),
+        (
+            lambda m: m["layouts"].update({"pretrained_model/model.safetensors": {"strides": {"weight": ["a", "b"]}}}),
+            "fit",
+        ),
     ],
 )
 def test_well_sealed_manifest_that_asks_for_other_things_is_refused(tmp_path: Path, change: Any, named: str) -> None:

@@ -239,7 +239,8 @@ IN_THE_FILE: list[tuple[str, str]] = [
         "must be 'skip' or 'raise' or 'off', got 'skp'. Did you mean 'skip'?",
     ),
     (_with("seed: 3", "callbacks: {}"), "trainer.callbacks must be Iterable[Callback], got {}."),
-    (_with("seed: 3", "callbacks: [torch.nn.ReLU]"), "trainer.callbacks must be Iterable[Callback]"),
+    (_with("seed: 3", "callbacks: [ReLU]"), "trainer.callbacks must be Iterable[Callback]"),
+    (_with("seed: 3", "callbacks: [torch.nn.ReLU]"), "trainer.callbacks[0] must be a Callback, but torch.nn"),
     (
         _with("seed: 3", "callbacks: [{class_path: torch.nn.ReLU}]"),
         "trainer.callbacks[0] must be a Callback, but torch.nn.modules.activation.ReLU is not one.",
@@ -627,7 +628,7 @@ def test_plan_says_how_long_in_what_pieces_and_what_comes_beside(cli: Cli) -> No
     Path("run.yaml").write_text(RUN)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in cli("plan", "run.yaml")[1].splitlines()}
     assert rows["length"] == "2 steps"
-    assert rows["batch"].startswith("micro-batches of 8 —")
+    assert rows["batch"].startswith("8 samples an update: 1 micro-batch of 8 on 1 process —")
     assert rows["clip"] == "none"
     assert rows["validation"].startswith("none")
     assert rows["eval"].startswith("none")
@@ -637,7 +638,7 @@ def test_plan_says_how_long_in_what_pieces_and_what_comes_beside(cli: Cli) -> No
     out = cli("plan", "run.yaml", *(f"--trainer.{word}" for word in words), *more)[1]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
     assert rows["length"] == "2 steps or 3 epochs"
-    assert rows["batch"].startswith("micro-batches of 8, 4 a window —")
+    assert rows["batch"].startswith("32 samples an update: 4 micro-batches of 8 on 1 process —")
     assert rows["clip"] == "norm 0.5, value 2"
     assert rows["validation"] == "every 10 steps and at the end"
     assert rows["eval"] == "7 episodes of cli_parts.BrokenEnv, seeds from 10000 on"

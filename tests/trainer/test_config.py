@@ -434,7 +434,12 @@ def test_a_mistake_of_the_file_keeps_its_place_beside_keys_of_the_command_line(f
 
 @pytest.mark.parametrize(
     ("key", "place"),
-    [("lr", "optimizer.lr"), ("step_size", "schedule.step_size"), ("width", "policy.width"), ("seed", "trainer.seed")],
+    [
+        ("lr", "optimizer.lr"),
+        ("step_size", "schedule.step_size"),
+        ("width", "policy.width"),
+        ("clip_norm", "trainer.clip_norm"),
+    ],
 )
 def test_a_key_without_its_section_is_looked_for_among_the_arguments_of_the_run(
     folder: Path, key: str, place: str

@@ -230,3 +230,27 @@ def test_a_loaded_policy_can_be_trained_further() -> None:
     Trainer("cpu", max_steps=2, default_callbacks=False).fit(policy, Demonstrations())
     assert policy.training
     assert not torch.equal(policy.net[0].weight, before["net.0.weight"])
+
+
+def test_checksums_are_compared_unless_that_is_switched_off_and_sizes_always() -> None:
+    policy = trained()
+    file = Path("run/checkpoints/000003/pretrained_model/model.safetensors")
+    held = bytearray(file.read_bytes())
+    held[-1] ^= 1  # the last byte of the last tensor
+    file.write_bytes(held)
+    with pytest.raises(CheckpointError, match="its contents are not those that were written"):
+        load(file.parents[1])
+    changed = [n for n, v in load("run", verify=False).state_dict().items() if not torch.equal(v, weights(policy)[n])]
+    assert len(changed) == 1
+
+    def resume(verify: bool) -> int:
+        trainer = Trainer("cpu", run_dir="run", max_steps=4, default_callbacks=False)
+        trainer.fit(type(policy)(), Demonstrations(), resume="last", verify=verify)
+        return trainer.resumed_step
+
+    with pytest.raises(CheckpointError, match="There is no whole checkpoint"):
+        resume(verify=True)
+    assert resume(verify=False) == 3
+    file.write_bytes(held[:-1])
+    with pytest.raises(CheckpointError, match="bytes instead of"):
+        load(file.parents[1], verify=False)

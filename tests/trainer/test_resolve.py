@@ -239,8 +239,8 @@ def test_every_way_to_say_no_is_full_precision(request_: Any) -> None:
     ("request_", "meant"),
     [
         ("half", "fp16"),
-        ("32-true", "no"),
-        ("bf16-mixed", "bf16"),
+        ("float32", "no"),
+        ("bfloat16", "bf16"),
         ("b16", "bf16"),
         (True, "auto"),
         (0, "auto"),
@@ -251,6 +251,12 @@ def test_every_way_to_say_no_is_full_precision(request_: Any) -> None:
 def test_word_that_is_no_precision_is_an_error_with_the_nearest_one(request_: Any, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"precision must be no, bf16, .*\nUse precision='{meant}'\."):
         resolve_precision(request_, CPU, LAPTOP)
+
+
+@pytest.mark.parametrize(("word", "name"), [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("32-true", "no")])
+def test_lightnings_word_for_a_precision_is_taken_and_said(word: str, name: str) -> None:
+    choice = resolve_precision(word, torch.device("cuda:0"), NVIDIA)
+    assert (choice.asked, choice.chosen, choice.reason) == (word, name, f"{word} is Lightning's word for it")
 
 
 def test_precision_object_is_taken_as_it_is_and_says_so() -> None:

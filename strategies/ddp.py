@@ -1,0 +1,151 @@
+"""Whole weights on every rank, gradients averaged while backward runs.
+
+``accelerate.Accelerator.prepare_model`` wraps the policy in ``torch.nn.parallel.DistributedDataParallel``, by
+``accelerate.DistributedDataParallelKwargs``; it is told ``mixed_precision="no"``, since precision is ours. Buffers are
+synchronised once an update (``sync_buffers``) instead of before each forward (``broadcast_buffers=False``).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError, DistributedError
+from .group import ManyProcesses
+
+T = TypeVar("T")
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+class DDP(ManyProcesses):
+    """``ddp``: every rank holds all weights and sees its own part of each batch.
+
+    Args:
+        timeout: Seconds after which a collective that some rank did not join is given up.
+        find_unused_parameters: Look after each forward which parameters it left out, for policies that do not use
+            every trainable parameter in every forward; costs a walk through the graph.
+    """
+
+    name = "ddp"
+    can_contribute_nothing = True
+
+    def __init__(self, *, timeout: float = 600.0, find_unused_parameters: bool = False) -> None:
+        super().__init__(timeout=timeout)
+        if not isinstance(find_unused_parameters, bool):
+            raise ConfigError(f"DDP.find_unused_parameters must be true or false, got {find_unused_parameters!r}.")
+        self.find_unused_parameters = find_unused_parameters
+        self._trainable: list[tuple[str, nn.Parameter]] = []
+        self._unchecked = False
+
+    def wrap(self, policy: nn.Module) -> nn.Module:
+        """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all."""
+        from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
+
+        self.check_alike(policy)
+        self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        self._unchecked = not self.find_unused_parameters
+        options = DistributedDataParallelKwargs(
+            broadcast_buffers=False,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,  # the update drops gradients by None, which that allows
+        )
+        try:
+            accelerator = Accelerator(
+                mixed_precision="no", cpu=self._device.type == "cpu", kwargs_handlers=[options], device_placement=False
+            )
+        except ValueError as error:
+            raise DistributedError(
+                f"accelerate was already set up in this process with other settings: {error}\n"
+                "Make no Accelerator before fit; the Trainer makes what it needs."
+            ) from error
+        with (
+            warnings.catch_warnings()
+        ):  # torch 2.13 has a new name for broadcast_buffers, which accelerate does not know
+            warnings.simplefilter("ignore", FutureWarning)
+            wrapped: nn.Module = accelerator.prepare_model(_Door(policy))
+        self.sync_buffers(policy)
+        return wrapped
+
+    def method_of(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """The policy's method behind torch's wrapper, whose own forward is what makes gradients meet."""
+        return partial(module, policyfit_method=name)
+
+    def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
+        """The step behind torch's wrapper."""
+        return partial(module, policyfit_step=step)
+
+    def contribute_nothing(self, module: nn.Module) -> None:
+        """A forward whose loss is zero times every parameter, and its backward."""
+        module(policyfit_step=self._zero).backward()
+
+    def _zero(self) -> Tensor:
+        return torch.stack([p.reshape(-1)[:1].sum() * 0.0 for _, p in self._trainable]).sum()
+
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients stay on their rank; the next backward outside sends their sum."""
+        return module.no_sync()  # type: ignore[no-any-return, operator]
+
+    def reduce_max(self, flags: Tensor) -> None:
+        """One all-reduce; at the first update also a look whether every gradient has met the others'.
+
+        Raises:
+            ConfigError: A trainable parameter got no gradient, so that its bucket was never averaged.
+        """
+        if self._unchecked:
+            self._unchecked = False
+            without = [name for name, p in self._trainable if p.grad is None]
+            if without and len(without) < len(self._trainable):
+                raise _unused(without)
+        super().reduce_max(flags)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Also torch's error about parameters without a gradient, which ``lost`` words by their names."""
+        return _UNFINISHED in str(error) or super().is_lost(error)
+
+    def lost(self, error: BaseException) -> DistributedError:
+        """The same, or which parameters a later backward left out."""
+        if _UNFINISHED not in str(error):
+            return super().lost(error)
+        self._failed = True
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [self._trainable[int(index)][0] for index in found[1].split()] if found else []
+        unused = DistributedError(str(_unused(names)))
+        unused.__cause__ = error
+        return unused
+
+
+class _Door(nn.Module):
+    """Lets torch's wrapper, which calls ``forward`` only, call any method of the policy."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(
+        self,
+        *arguments: Any,
+        policyfit_method: str | None = None,
+        policyfit_step: Callable[..., Any] | None = None,
+        **named: Any,
+    ) -> Any:
+        """A step that runs the policy, the policy's method of that name, or its forward."""
+        if policyfit_step is not None:
+            return policyfit_step(*arguments, **named)
+        method = self.policy if policyfit_method is None else getattr(self.policy, policyfit_method)
+        return method(*arguments, **named)
+
+
+def _unused(names: list[str]) -> ConfigError:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ConfigError(
+        f"These trainable parameters got no gradient, so the ranks' gradients were not averaged: {shown or 'unknown'}."
+        "\nUse them in the loss, freeze them with requires_grad_(False), or use DDP(find_unused_parameters=True)."
+    )

@@ -1,0 +1,300 @@
+"""What every run of several processes does alike: how they join, agree, lose each other and leave.
+
+``accelerate.PartialState`` joins the process group, with our time limit and our store; ``accelerate.utils`` carries
+Python values (``broadcast_object_list``, ``gather_object``). Flags go by ``torch.distributed`` itself, since
+accelerate's ``reduce`` has no maximum and makes copies.
+
+Source: torch.distributed.rendezvous and TCPStore, by which torchrun's processes find each other. Its agent holds the
+store, so that it outlives the ranks: what they leave there can be read when they are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from .distributed import DistributionStrategy
+from .errors import ConfigError, DistributedError
+from .facts import MachineFacts
+from .launch import check_environment, check_launch
+
+T = TypeVar("T")
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+_ROLL_CALL, _PRESENT, _HERE, _ERROR = "roll call", "present", "here", "error"
+_LISTEN_S = 0.5  # how often a rank looks whether the others call
+_PATIENCE_S = 5.0  # how long a rank that is called may take to answer
+_runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
+
+
+class ManyProcesses(DistributionStrategy):
+    """Processes that a launcher started, each with one device.
+
+    Args:
+        timeout: Seconds after which a collective that some rank did not join is given up.
+    """
+
+    def __init__(self, *, timeout: float = 600.0) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise ConfigError(
+                f"{type(self).__name__}.timeout must be a number of seconds above 0, got {timeout!r}.\n"
+                "Use 600 to wait ten minutes for a rank that is late."
+            )
+        self.timeout = float(timeout)
+        self._store: Store | None = None
+        self._owns_group = self._owns_state = self._failed = False
+        self._left = threading.Event()
+        self._buffers: tuple[nn.Module, dict[str, Mapping[str, Tensor | None]]] | None = None
+
+    def check(self, facts: MachineFacts) -> None:
+        """Refuse one process, ranks that cannot find each other, and an environment that would change the run."""
+        check_environment(facts)
+        check_launch(self.name, facts)
+
+    # Joining and leaving -------------------------------------------------------------------------------------
+
+    def setup(self, device: torch.device) -> None:
+        """Join the process group, or the one that is there already, which is then left as it is.
+
+        Raises:
+            DistributedError: The device has no collectives, the ranks do not find each other in time, or the
+                process has been given to accelerate in another way.
+        """
+        if device.type not in _BACKENDS:
+            raise DistributedError(
+                f"distributed={self.name!r} was requested, but there are no collectives on {device.type}.\n"
+                "Use one process with distributed='none', or device='cpu'."
+            )
+        self._device, self._failed, self._left = device, False, threading.Event()
+        try:
+            self._join(device)
+        except BaseException:
+            self._failed = True
+            self.teardown()
+            raise
+        threading.Thread(target=_answer, args=(self._store, self.rank, self._left), daemon=True).start()
+
+    def _join(self, device: torch.device) -> None:
+        from accelerate import PartialState  # type: ignore[import-untyped]  # takes a second
+
+        self._owns_group = not distributed.is_initialized()
+        self._owns_state = not PartialState._shared_state
+        limit, threads = timedelta(seconds=self.timeout), torch.get_num_threads()
+        options: dict[str, Any] = {}
+        try:
+            if self._owns_group:
+                store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+                self._store = PrefixStore(f"policyfit/{next(_runs)}", store)
+                options = {"store": self._store, "rank": rank, "world_size": size, "timeout": limit}
+                options["backend"] = self._backend(device)
+            else:
+                self._store = _get_default_store()
+            with warnings.catch_warnings(action="ignore"):  # of the threads that it sets
+                state = PartialState(cpu=device.type == "cpu", **options)
+        except distributed.DistError as error:
+            raise DistributedError(
+                f"The processes of this run did not find each other within {self.timeout:g} s: {_first_line(error)}.\n"
+                "Look whether every rank was started and reaches MASTER_ADDR:MASTER_PORT."
+            ) from error
+        finally:
+            torch.set_num_threads(threads)
+        if not distributed.is_initialized() or state.num_processes != distributed.get_world_size():
+            raise DistributedError(
+                f"accelerate was already set up in this process, for {state.num_processes} process(es), so that it "
+                "cannot join the others.\nMake no Accelerator before fit; the Trainer makes what it needs."
+            )
+        self.rank, self.world_size = state.process_index, state.num_processes
+        self.local_rank = state.local_process_index
+        if device.index is not None and device.index != self.local_rank:
+            raise DistributedError(
+                f"Rank {self.rank} is local rank {self.local_rank} of its machine, but its device is {device}.\n"
+                f"Use device='{device.type}', by which each rank takes the device of its local rank."
+            )
+
+    def _backend(self, device: torch.device) -> str:
+        return _BACKENDS[device.type]
+
+    def teardown(self) -> None:
+        """Leave a process group that ``setup`` made; after an error without waiting for what is under way."""
+        self._left.set()
+        if self._owns_group and distributed.is_initialized():
+            if self._failed and distributed.group.WORLD is not None:
+                distributed.group.WORLD.abort()
+            distributed.destroy_process_group()
+        if self._owns_state:
+            from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+
+            AcceleratorState._reset_state(reset_partial_state=True)
+        self._owns_group = self._owns_state = False
+        self._buffers = None
+
+    # Agreeing ------------------------------------------------------------------------------------------------
+
+    def reduce_max(self, flags: Tensor) -> None:
+        """One all-reduce."""
+        distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
+
+    def reduce_sum(self, values: Tensor) -> None:
+        """One all-reduce."""
+        distributed.all_reduce(values)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank; waits."""
+        from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+
+        values: list[T] = broadcast_object_list([value])
+        return values[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value on every rank; waits."""
+        from accelerate.utils import gather_object
+
+        values: list[T] = gather_object([value])
+        return values
+
+    def sync_buffers(self, policy: nn.Module) -> None:
+        """One broadcast for each type of buffer, of its bytes; none without buffers.
+
+        Raises:
+            DistributedError: A buffer has left the device, for instance replaced by a new tensor.
+        """
+        if self._buffers is None or self._buffers[0] is not policy:
+            self._buffers = (policy, {name: m._buffers for name, m in policy.named_modules() if m._buffers})
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for module, named in self._buffers[1].items():
+            for name, buffer in named.items():
+                if buffer is not None:
+                    if buffer.device != self._device:
+                        raise DistributedError(
+                            f"The buffer {module}{'.' if module else ''}{name} is on {buffer.device}, but the run is "
+                            f"on {self._device}.\nFill it in place (buffer.copy_(new)) instead of replacing it."
+                        )
+                    by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+        for buffers in by_type.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            distributed.broadcast(flat.view(torch.uint8), src=0)
+            if self.rank != 0:
+                pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, piece in zip(buffers, pieces, strict=True):
+                    buffer.copy_(piece.view(buffer.shape))
+
+    def check_alike(self, policy: nn.Module) -> None:
+        """Refuse to train policies that differ in more than their values.
+
+        Raises:
+            DistributedError: A rank has built another policy than rank 0.
+        """
+        tensors = [*policy.named_parameters(), *policy.named_buffers()]
+        shape = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
+        digests = self.gather(hashlib.sha256(shape.encode()).hexdigest())
+        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise DistributedError(
+                f"{_ranks(other)} built another policy than rank 0: names, shapes, types or what is frozen differ.\n"
+                "Build the policy alike on every rank, whatever its number and its data."
+            )
+
+    # Losing each other ---------------------------------------------------------------------------------------
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether torch.distributed raised it; gloo's own errors have no type but name their file."""
+        return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+    def lost(self, error: BaseException) -> DistributedError:
+        """The error that another rank left, or the ranks that do not answer a call within some seconds.
+
+        What it finds is left for the ranks that notice later, so that they need not ask again.
+        """
+        self._failed = True
+        cause = f"{type(error).__name__}: {_first_line(error)}"
+        patience = min(_PATIENCE_S, self.timeout)
+        try:
+            found, gone, late = self._call_all(patience)
+            if found is None and gone:
+                answers = "answers" if len(gone) == 1 else "answer"
+                found = f"{_ranks(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
+                self._leave(found)
+        except RuntimeError:  # the store is gone, and with it the machine that held it
+            found = (
+                "The processes of this run lost each other, and the place where they meet (MASTER_ADDR) no longer "
+                f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{_GO_ON}"
+            )
+            return _run_failed(found)
+        if found is None:
+            who = f"{_ranks(late)} did not join it" if late else "every rank is still there"
+            found = (
+                f"A collective failed after at most {self.timeout:g} s (timeout); {who}. The error was {cause}.\n"
+                f"If a rank was busy with other work, use {type(self).__name__}(timeout=...) with more seconds."
+            )
+        return _run_failed(found)
+
+    def _call_all(self, patience: float) -> tuple[str | None, list[int], list[int]]:
+        """What a rank left, or else the ranks that do not answer, and those that do but are not here themselves."""
+        assert self._store is not None
+        deadline = time.monotonic() + patience
+        present, here = ([f"{word} {rank}" for rank in range(self.world_size)] for word in (_PRESENT, _HERE))
+        for key in (_ROLL_CALL, present[self.rank], here[self.rank]):
+            self._store.set(key, "")
+        while True:
+            if self._store.check([_ERROR]):
+                return self._store.get(_ERROR).decode(), [], []
+            if self._store.check(here):
+                return None, [], []
+            if time.monotonic() > deadline:
+                gone = [rank for rank, key in enumerate(present) if not self._store.check([key])]
+                return None, gone, [rank for rank, key in enumerate(here) if not self._store.check([key])]
+            time.sleep(0.05)
+
+    def _leave(self, text: str) -> None:
+        assert self._store is not None
+        self._store.compare_set(_ERROR, "", text)  # the first to say what it was is right
+
+    def report(self, error: BaseException) -> None:
+        """Leave this rank's error in the store, if it is the first."""
+        self._failed = True
+        try:
+            if self._store is not None:
+                self._leave(f"Rank {self.rank} failed: {type(error).__name__}: {error}")
+        except RuntimeError:  # the store is gone: nobody could read it
+            return
+
+
+_GO_ON = "Start the run again with --resume: it goes on from the last checkpoint."
+
+
+def _answer(store: Store, rank: int, left: threading.Event) -> None:
+    """Answer the first call of the other ranks, whatever the main thread is at."""
+    while not left.wait(_LISTEN_S):
+        try:
+            if store.check([_ROLL_CALL]):
+                store.set(f"{_PRESENT} {rank}", "")
+                return
+        except RuntimeError:  # the store is gone: nobody can call
+            return
+
+
+def _run_failed(message: str) -> DistributedError:
+    error = DistributedError(message)
+    error.exit_code = 1  # not a request that cannot be met, but a run that failed
+    return error
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _first_line(error: BaseException) -> str:
+    """Without gloo's guesses and good wishes."""
+    return (str(error).strip() or "no message").splitlines()[0].partition(". This is typically")[0].rstrip(".")

@@ -1,0 +1,128 @@
+"""What the run files of the tests name: ``run_parts.Policy``, ``run_parts.Data``, ``run_parts.Env``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from policyfit.trainer.cli import main
+
+BASE = """\
+policy: {class_path: run_parts.Policy}
+data: {train: run_parts.Data}
+trainer: {device: cpu, max_steps: 2, seed: 3}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}
+eval: {env: run_parts.Env, episodes: 1}
+"""
+
+
+class Policy(nn.Module):
+    def __init__(
+        self,
+        width: int = 4,
+        mode: Literal["plain", "fast"] = "plain",
+        shift: bool = False,
+        sizes: tuple[int, ...] = (1, 2),
+        names: list[str] | None = None,
+        options: dict[str, float] | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width must be positive, got {width}")
+        self.sizes, self.names = sizes, names
+        self.layer = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.layer(batch) - 1).square().mean()
+        return loss
+
+    def select_action(self, observation: Tensor) -> Tensor:
+        found: Tensor = self.layer(observation)
+        return found
+
+
+class Placed(Policy):
+    """Has a device of its own."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+
+
+class Whole(Policy):
+    """Lightning's dialect: brings its data and its optimizer."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch)
+        return loss
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Tensor]:
+        return torch.utils.data.DataLoader(Data(), batch_size=4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, size: int = 16) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(2) * index / self.size
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter([torch.ones(2)] * 8)
+
+
+class Env:
+    """Never made by a plan."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("the environment was made")
+
+    def reset(self, *, seed: int | None = None) -> None: ...
+
+    def step(self, action: Any) -> None: ...
+
+
+class Said(NamedTuple):
+    """What a command did: its exit code, what it printed, and its errors and notes as prose on one line."""
+
+    code: int
+    out: str
+    err: str
+
+
+def policyfit(*words: str) -> Said:
+    """Run a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    return Said(
+        code, out.getvalue(), " ".join(" ".join(line.strip("│╭╮╰╯─ ") for line in err.getvalue().splitlines()).split())
+    )
+
+
+def layer(key: str, text: str) -> str:
+    """YAML that says one dotted key, each part of it on a line of its own."""
+    *outer, last = key.split(".")
+    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(outer)]
+    return "\n".join([*lines, f"{'  ' * len(outer)}{last}: {text}", ""])
+
+
+def write(files: dict[str, str]) -> Sequence[Path]:
+    """Write files into the current folder."""
+    for name, text in files.items():
+        Path(name).write_text(text)
+    return [Path(name) for name in files]

@@ -1,0 +1,117 @@
+"""What signatures say, read at once or by jsonargparse: the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+from run_parts import Placed, Policy
+from torch import nn
+
+from policyfit import EMA, FP16, Checkpoint, GradScalerConfig, Trainer, WarmupCosine
+from policyfit.trainer import hints
+from policyfit.trainer.hints import Parameter, as_they_are, parameters
+
+
+@dataclass
+class WithFactory:
+    items: list[int] = field(default_factory=list)
+
+
+class Derived(Policy):
+    def __init__(self, depth: int, **rest: Any) -> None:
+        super().__init__(**rest)
+
+
+def make(size: int, kind: Literal["a", "b"] = "a", *, rate: float = 0.1) -> Policy:
+    return Policy(size)
+
+
+def untyped(size, rate=0.1):  # type: ignore[no-untyped-def]
+    return size, rate
+
+
+TARGETS: list[Callable[..., Any]] = [
+    *(
+        Trainer,
+        Checkpoint,
+        EMA,
+        FP16,
+        GradScalerConfig,
+        WarmupCosine,
+        Policy,
+        Placed,
+        Derived,
+        WithFactory,
+        make,
+        untyped,
+    ),
+    *(torch.optim.AdamW, torch.optim.SGD, torch.optim.lr_scheduler.StepLR, nn.Linear, nn.Identity, nn.GELU, nn.LSTM),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__)
+def test_a_signature_is_read_as_jsonargparse_reads_it(
+    target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters.cache_clear()
+    at_once = parameters(target)
+    monkeypatch.setattr(hints, "_plain_parameters", lambda target: None)
+    parameters.cache_clear()
+    assert _told(at_once) == _told(parameters(target))
+    parameters.cache_clear()
+
+
+def _told(found: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
+    """Names, types and defaults; a default that is made anew is told by its type."""
+    return {n: (p.options, type(p.default), p.default if p.default == p.default else "") for n, p in found.items()}
+
+
+def test_what_the_signature_says_alone_is_read_at_once() -> None:
+    at_once = {target.__name__ for target in TARGETS if hints._plain_parameters(target) is not None}
+    assert {"Trainer", "Checkpoint", "WarmupCosine", "Policy", "AdamW", "make", "Linear"} <= at_once
+    assert at_once.isdisjoint({"Derived", "WithFactory", "LSTM"})
+
+
+def typed(
+    count: int = 0,
+    rate: float = 0.0,
+    maybe: float | None = None,
+    word: str = "",
+    flag: bool = False,
+    choice: Literal["a", 1] = "a",
+    anything: Any = None,
+    bounded: Annotated[int, "positive"] = 1,
+    sizes: tuple[int, ...] = (),
+) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("count", 3, True),
+        ("count", True, False),
+        ("count", 3.0, False),
+        ("count", "3", False),
+        ("rate", 0.5, True),
+        ("rate", 1, False),
+        ("maybe", None, True),
+        ("word", "x", True),
+        ("word", 3, False),
+        ("flag", True, True),
+        ("flag", 1, False),
+        ("choice", "a", True),
+        ("choice", 1, True),
+        ("choice", True, False),
+        ("choice", "b", False),
+        ("anything", 3, True),
+        ("anything", [3], False),
+        ("bounded", 3, False),
+        ("sizes", [3], False),
+    ],
+)
+def test_only_a_value_of_its_type_is_taken_as_it_is(name: str, value: Any, plain: bool) -> None:
+    assert as_they_are(typed, {name: value}) is plain

@@ -1,0 +1,45 @@
+"""What the ranks of a run agree on, once an update and on its way: to stop, and that one of them has failed.
+
+Both are numbers of the vector that an update reduces by max anyway. What is agreed at one update takes effect after
+the next: by then every rank has read it, however early or late it settles.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Agreement:
+    """The two slots of the mailbox, and what became of them.
+
+    Args:
+        stop: Becomes 1 + the exit code of the rank that asks to stop; never lowered.
+        failed: Becomes 1 on a rank that has failed.
+    """
+
+    def __init__(self, stop: Tensor, failed: Tensor) -> None:
+        self._stop, self._failed = stop, failed
+        self._update: int | None = None
+        self.exit_code = 0
+        self.failed = False
+
+    def ask_to_stop(self, exit_code: int) -> None:
+        """From the next update on; an exit code that another rank asks for too wins if it is higher."""
+        self._stop.fill_(1.0 + exit_code)
+
+    def fail(self) -> None:
+        """From the next update on."""
+        self._failed.fill_(1.0)
+
+    def note(self, update: int, stop: float, failed: float) -> None:
+        """What the ranks said at ``update``, read when it is settled."""
+        if not (stop or failed):
+            return
+        if self._update is None:
+            self._update = update
+        self.exit_code = max(self.exit_code, int(stop) - 1)
+        self.failed = self.failed or bool(failed)
+
+    def ends(self, applied: int) -> bool:
+        """Whether the run ends after the update with this number."""
+        return self._update is not None and applied > self._update

@@ -1,0 +1,89 @@
+"""The state that a source of data carries itself, kept for every place at which a checkpoint may be taken.
+
+Drawing runs ahead of training: workers, whole windows, one micro-batch on its way to the device. So the state is
+noted when a place is drawn and looked up when the run has come there.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from ..strategies.errors import CheckpointError
+from .sampler import OwnStreams, name_of
+
+
+class Carried:
+    """``state_dict`` of the first of ``parts`` that has it and ``load_state_dict``, by epoch and micro-batch.
+
+    Attributes:
+        source: That part; ``None`` when no part carries its state.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        self.source: Any = next((part for part in parts if carries_state(part)), None)
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}
+        self._loaded: dict[str, Any] | None = None
+
+    def note(self, epoch: int, number: int, streams: OwnStreams | None = None) -> None:
+        """The source stands before micro-batch ``number`` of ``epoch``."""
+        if self.source is not None:
+            inside = None if streams is None else streams.inside
+            state = copy.deepcopy(self.source.state_dict())
+            self._kept[epoch, number] = {"source": state, "streams": inside, "ended": False}
+
+    def note_end(self, epoch: int, number: int) -> None:
+        """Before micro-batch ``number``, the epoch has ended: a source may look then as it does at its start."""
+        if self.source is not None:
+            self._kept[epoch, number] = {**self._kept[epoch + 1, 0], "ended": True}
+
+    def forget(self, epoch: int, number: int) -> None:
+        """No checkpoint will ask for a place before this one."""
+        for place in [place for place in self._kept if place < (epoch, number)]:
+            del self._kept[place]
+
+    def state(self, epoch: int, number: int) -> dict[str, Any] | None:
+        """For a checkpoint at this place; ``None`` where nothing was drawn yet."""
+        if (epoch, number) not in self._kept:
+            return self._loaded
+        kept = self._kept[epoch, number]
+        return {**kept, "streams": None if kept["streams"] is None else OwnStreams.packed(kept["streams"])}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """The next epoch to be drawn goes on from ``state``."""
+        self._loaded = None if self.source is None else state
+
+    def epoch_is_over(self) -> bool:
+        """Whether the loaded state is that of the end of its epoch; then the next one goes on from it."""
+        if self._loaded is None or not self._loaded["ended"]:
+            return False
+        self._loaded = {**self._loaded, "ended": False}
+        return True
+
+    def begin(self) -> bool:
+        """Put the source where the loaded state says; false without one. To be called after ``set_epoch``.
+
+        Raises:
+            CheckpointError: The source does not take it.
+        """
+        if self._loaded is None:
+            return False
+        try:
+            self.source.load_state_dict(copy.deepcopy(self._loaded["source"]))
+        except Exception as error:
+            raise CheckpointError(
+                f"{name_of(self.source)} did not take back the state that the checkpoint has of it: "
+                f"{type(error).__name__}: {error}.\nResume with the data of the run, or with changes=['data']."
+            ) from error
+        return True
+
+    def enter(self, streams: OwnStreams) -> None:
+        """Put the random streams of the source there too, once it has made its iterator."""
+        if self._loaded is not None and self._loaded["streams"] is not None:
+            streams.inside = OwnStreams.unpacked(self._loaded["streams"])
+        self._loaded = None
+
+
+def carries_state(part: Any) -> bool:
+    """Whether ``part`` can say and take back where it stands."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
