@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ class EMA(Callback):
         self._parameters: list[nn.Parameter] = []
         self._averages: list[Tensor] = []
         self._resumed = False
+        #: Of a parameter or average, the part that is on this rank.
+        self._here: Callable[[Tensor], Tensor] = lambda tensor: tensor
         #: The weights at the end of the run, to which the average belongs.
         self._last: list[Tensor] | None = None
 
@@ -78,7 +80,10 @@ class EMA(Callback):
         """Add the policy with averaged weights."""
         if self._averages:
             with self._as_parameters():
-                checkpoint.setdefault("models", {})["ema"] = policy.state_dict()
+                model = policy.state_dict()
+            if trainer.distribution.is_sharded:  # a shard's data cannot be another's
+                model.update(self._by_name(policy))
+            checkpoint.setdefault("models", {})["ema"] = model
 
     def on_load_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Take back the average.
@@ -100,6 +105,10 @@ class EMA(Callback):
                 "\nResume without EMA, or from another checkpoint."
             )
         self._begin(trainer, policy)
+        if trainer.distribution.is_sharded:
+            for name, average in self._by_name(policy).items():
+                self._here(average).copy_(self._here(saved[name]))
+            return
         with self._as_parameters():
             policy.load_state_dict(saved)
 
@@ -115,9 +124,10 @@ class EMA(Callback):
             return
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps)) if self.warmup else self.decay
         with torch.no_grad():
-            pairs = zip(self._parameters, self._averages, strict=True)
+            averages = [self._here(average) for average in self._averages]
+            pairs = zip(map(self._here, self._parameters), averages, strict=True)
             weights = [p if p.dtype == average.dtype else p.to(average.dtype) for p, average in pairs]
-            torch._foreach_lerp_(self._averages, weights, 1.0 - decay)
+            torch._foreach_lerp_(averages, weights, 1.0 - decay)
         self.steps += 1
 
     @contextmanager
@@ -129,7 +139,7 @@ class EMA(Callback):
             return
         raw = self._last or self._weights()
         try:
-            self._fill_parameters(self._averages)
+            self._fill_parameters([self._here(average) for average in self._averages])
             yield
         finally:
             self._fill_parameters(raw)
@@ -146,25 +156,31 @@ class EMA(Callback):
 
     def _begin(self, trainer: Trainer, policy: nn.Module) -> None:
         held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._here = trainer.distribution.local
         self._parameters = [p for p in policy.parameters() if id(p) in held]
         self._averages = [
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters
         ]
 
     def _changed_since(self, trainer: Trainer) -> bool:
-        if self._last is None or all(map(_same, self._parameters, self._last)):
+        if self._last is None or all(map(_same, map(self._here, self._parameters), self._last)):
             return False
         message = "the weights were changed after the run, so they are used as they are, and not the run's average"
         trainer.event("warning", source="EMA", message=message)
         return True
 
     def _weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self._parameters]
+        return [self._here(p.detach()).clone() for p in self._parameters]
 
     def _fill_parameters(self, values: list[Tensor]) -> None:
         # Through .data: a backward under way may hold the weights, which are the same again when it goes on.
-        torch._foreach_copy_([p.data for p in self._parameters], values)
+        torch._foreach_copy_([self._here(p.data) for p in self._parameters], values)
         torch.clear_autocast_cache()  # else an autocast around this would go on with casts of the other weights
+
+    def _by_name(self, policy: nn.Module) -> dict[str, Tensor]:
+        averages = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
+        named = policy.named_parameters(remove_duplicate=False)
+        return {name: averages[id(p)] for name, p in named if id(p) in averages}
 
     @contextmanager
     def _as_parameters(self) -> Iterator[None]:

@@ -69,6 +69,8 @@ class DistributionStrategy(ABC):
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
         """The context of a forward and backward that do not close their window, so that ranks need not talk yet."""
 
+    #: Whether parameters, gradients and optimizer state are shards on each rank.
+    is_sharded: bool = False
     #: Whether ``contribute_nothing`` can stand in for a forward and backward that failed here.
     can_contribute_nothing: bool = False
 

@@ -13,11 +13,9 @@ autocast. Frozen parameters may have another type than the trainable ones of the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -26,12 +24,12 @@ from torch import Tensor, distributed, nn
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
+from .units import check_parameters, find_units
 
 _OLDEST = (2, 8)  # the first that shards frozen parameters of another type, and can keep units whole for a while
 _REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Methods of a policy that are called from outside, and then need its weights as ``forward`` does.
 _ENTRANCES = ("training_step", "validation_step", "select_action", "predict_action_chunk")
-_DECLARATIONS = ("fsdp_units", "_no_split_modules")
 
 
 class FSDP(ManyProcesses):
@@ -51,6 +49,7 @@ class FSDP(ManyProcesses):
     """
 
     name = "fsdp"
+    is_sharded = True
 
     def __init__(
         self,
@@ -130,20 +129,20 @@ class FSDP(ManyProcesses):
 
         replicate, shard = self._mesh_shape(self.world_size)
         if replicate == 1:
-            assert distributed.group.WORLD is not None
-            self._shard_group = distributed.group.WORLD
+            self._shard_group = self._groups[0]
             self._mesh = DeviceMesh.from_group(self._shard_group, device.type, mesh_dim_names=("shard",))
             return
         ranks = torch.arange(self.world_size).view(replicate, shard)
-        groups = [self._groups(ranks.T.tolist()), self._groups(ranks.tolist())]
+        groups = [self._own_group(ranks.T.tolist()), self._own_group(ranks.tolist())]
         self._shard_group = groups[1]
         self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
-    def _groups(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
+    def _own_group(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
         """This rank's own of the groups, with our time limit, which a mesh of torch's making would not have."""
         limit = timedelta(seconds=self.timeout)
         own, _ = distributed.new_subgroups_by_enumeration(ranks, timeout=limit)  # type: ignore[no-untyped-call]
         assert isinstance(own, distributed.ProcessGroup)
+        self._groups.append(own)
         return own
 
     def _backend(self, device: torch.device) -> str:
@@ -171,9 +170,9 @@ class FSDP(ManyProcesses):
                 f"{type(policy).__name__} is sharded already, by an earlier run in this process.\n"
                 "Build it anew and load the checkpoint of that run."
             )
-        units = self._find_units(policy)
-        ignored = {p for p in policy.parameters() if p.dim() == 0}
-        _check_parameters(policy, units)
+        units = find_units(policy, self.units)
+        check_parameters(policy, units)
+        numbers = {p for p in policy.parameters() if p.dim() == 0}  # frozen ones, which stay whole on every rank
         self.check_alike(policy)
         with torch.no_grad():
             for tensor in (*policy.parameters(), *policy.buffers()):
@@ -187,7 +186,7 @@ class FSDP(ManyProcesses):
                 reshard_after_forward=self._reshards(unit, policy),
                 mp_policy=precision,
                 offload_policy=offload,
-                ignored_params=ignored,
+                ignored_params=numbers,
             )
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
@@ -197,33 +196,6 @@ class FSDP(ManyProcesses):
     def _reshards(self, unit: nn.Module, policy: nn.Module) -> bool:
         """Not the policy's own weights: backward begins with them."""
         return self.reshard_after_forward and unit is not policy
-
-    def _find_units(self, policy: nn.Module) -> list[nn.Module]:
-        """The modules to shard by themselves, inner ones before those that hold them."""
-        named = [(name, module) for name, module in policy.named_modules() if name]
-        names, origin = self.units or _declared(policy), "FSDP.wrap" if self.units else "fsdp_units"
-        if not names:
-            raise ConfigError(
-                f"FSDP gathers a policy unit by unit, but {type(policy).__name__} does not say what its units are.\n"
-                f"Name them, for instance {_suggestion(policy)}, or declare them in its class: "
-                "fsdp_units = [...]. Good units are the blocks that repeat."
-            )
-        found = {unit: [module for name, module in named if _is_named(name, module, unit)] for unit in names}
-        unknown = [unit for unit, modules in found.items() if not modules]
-        if unknown and (self.units or len(unknown) == len(names)):
-            raise ConfigError(
-                f"{origin} names {', '.join(unknown)}, but {type(policy).__name__} has no module or class of that name."
-                f"\nIts blocks are: {_blocks(policy)}."
-            )
-        chosen = {id(module) for modules in found.values() for module in modules}
-        units = [module for _, module in reversed(named) if id(module) in chosen]
-        lists = [type(m).__name__ for m in units if type(m).forward is nn.ModuleList.forward]
-        if lists:
-            raise ConfigError(
-                f"{origin} names a {lists[0]}, which has no forward before which it could be gathered.\n"
-                'Name what is in it, for instance with "*" at the end of its name.'
-            )
-        return units
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Gradients stay whole on their rank; the next backward outside reduces their sum to shards."""
@@ -296,70 +268,3 @@ def _without_reduction(module: Any) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
-
-
-def _declared(policy: nn.Module) -> tuple[str, ...]:
-    """What the policy says its units are; else what modules in it say, as those of transformers do."""
-    for attribute in _DECLARATIONS:
-        owners = [policy] if attribute == "fsdp_units" else policy.modules()
-        names = [name for module in owners for name in getattr(module, attribute, None) or ()]
-        if names:
-            return tuple(dict.fromkeys(names))
-    return ()
-
-
-def _is_named(name: str, module: nn.Module, unit: str) -> bool:
-    """Whether ``unit`` is the module's class, or its name with ``*`` for one part of it."""
-    parts, pattern = name.split("."), unit.split(".")
-    by_name = len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
-    return by_name or type(module).__name__ == unit
-
-
-def _check_parameters(policy: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Refuse what shards cannot hold: trainable numbers without a dimension, and weights that two units share."""
-    numbers = [name for name, p in policy.named_parameters() if p.dim() == 0 and p.requires_grad]
-    if numbers:
-        raise ConfigError(
-            f"FSDP cannot shard a parameter without a dimension, and {', '.join(numbers)} is to be trained.\n"
-            "Give it one (nn.Parameter(torch.zeros(1))), freeze it, or use distributed='ddp'."
-        )
-    owners: dict[nn.Parameter, nn.Module] = {}
-    for unit in (*units, policy):
-        for module in unit.modules():
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(parameter, unit)
-    for name, parameter in policy.named_parameters(remove_duplicate=False):
-        holder = _innermost(policy, units, name)
-        if owners[parameter] is not holder:
-            raise ConfigError(
-                f"The parameter {name} is shared by two units of FSDP, {type(holder).__name__} and "
-                f"{type(owners[parameter]).__name__}, but belongs to one.\n"
-                "Leave the units that share it out of wrap: what is in no unit is kept with the policy itself."
-            )
-
-
-def _innermost(policy: nn.Module, units: Sequence[nn.Module], parameter: str) -> nn.Module:
-    """The unit under which a parameter of that name stands."""
-    holder = policy
-    module = policy
-    for part in parameter.split(".")[:-1]:
-        module = getattr(module, part)
-        if any(module is unit for unit in units):
-            holder = module
-    return holder
-
-
-def _blocks(policy: nn.Module) -> str:
-    """The classes that could be units, the most frequent first."""
-    return ", ".join(f"{name} ({count})" for name, count in _candidates(policy)) or "none"
-
-
-def _suggestion(policy: nn.Module) -> str:
-    candidates = _candidates(policy)
-    return f"FSDP(wrap=['{candidates[0][0]}']); its blocks are {_blocks(policy)}" if candidates else "FSDP(wrap=[...])"
-
-
-def _candidates(policy: nn.Module) -> list[tuple[str, int]]:
-    lists = (nn.ModuleList, nn.ModuleDict)
-    modules = [m for m in policy.modules() if m is not policy and not isinstance(m, lists) and any(m.children())]
-    return Counter(type(m).__name__ for m in modules if any(True for _ in m.parameters())).most_common(5)

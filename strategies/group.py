@@ -10,11 +10,10 @@ store, so that it outlives the ranks: what they leave there can be read when the
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import math
-import threading
-import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -22,19 +21,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from .distributed import DistributionStrategy
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
+from .roll_call import RollCall
 
 T = TypeVar("T")
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-_ROLL_CALL, _PRESENT, _HERE, _ERROR = "roll call", "present", "here", "error"
-_LISTEN_S = 0.5  # how often a rank looks whether the others call
 _PATIENCE_S = 5.0  # how long a rank that is called may take to answer
 _runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
 
@@ -53,9 +51,9 @@ class ManyProcesses(DistributionStrategy):
                 "Use 600 to wait ten minutes for a rank that is late."
             )
         self.timeout = float(timeout)
-        self._store: Store | None = None
+        self._roll_call: RollCall | None = None
         self._owns_group = self._owns_state = self._failed = False
-        self._left = threading.Event()
+        self._groups: list[distributed.ProcessGroup] = []
         self._buffers: tuple[nn.Module, dict[str, Mapping[str, Tensor | None]]] | None = None
 
     def check(self, facts: MachineFacts) -> None:
@@ -77,14 +75,13 @@ class ManyProcesses(DistributionStrategy):
                 f"distributed={self.name!r} was requested, but there are no collectives on {device.type}.\n"
                 "Use one process with distributed='none', or device='cpu'."
             )
-        self._device, self._failed, self._left = device, False, threading.Event()
+        self._device, self._failed = device, False
         try:
             self._join(device)
         except BaseException:
             self._failed = True
             self.teardown()
             raise
-        threading.Thread(target=_answer, args=(self._store, self.rank, self._left), daemon=True).start()
 
     def _join(self, device: torch.device) -> None:
         from accelerate import PartialState  # type: ignore[import-untyped]  # takes a second
@@ -96,11 +93,11 @@ class ManyProcesses(DistributionStrategy):
         try:
             if self._owns_group:
                 store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
-                self._store = PrefixStore(f"policyfit/{next(_runs)}", store)
-                options = {"store": self._store, "rank": rank, "world_size": size, "timeout": limit}
+                store = PrefixStore(f"policyfit/{next(_runs)}", store)
+                options = {"store": store, "rank": rank, "world_size": size, "timeout": limit}
                 options["backend"] = self._backend(device)
             else:
-                self._store = _get_default_store()
+                store = _get_default_store()
             with warnings.catch_warnings(action="ignore"):  # of the threads that it sets
                 state = PartialState(cpu=device.type == "cpu", **options)
         except distributed.DistError as error:
@@ -115,8 +112,11 @@ class ManyProcesses(DistributionStrategy):
                 f"accelerate was already set up in this process, for {state.num_processes} process(es), so that it "
                 "cannot join the others.\nMake no Accelerator before fit; the Trainer makes what it needs."
             )
+        assert distributed.group.WORLD is not None
+        self._groups = [distributed.group.WORLD]
         self.rank, self.world_size = state.process_index, state.num_processes
         self.local_rank = state.local_process_index
+        self._roll_call = RollCall(store, self.rank, self.world_size)
         if device.index is not None and device.index != self.local_rank:
             raise DistributedError(
                 f"Rank {self.rank} is local rank {self.local_rank} of its machine, but its device is {device}.\n"
@@ -128,11 +128,15 @@ class ManyProcesses(DistributionStrategy):
 
     def teardown(self) -> None:
         """Leave a process group that ``setup`` made; after an error without waiting for what is under way."""
-        self._left.set()
+        if self._roll_call is not None:
+            self._roll_call.end()
         if self._owns_group and distributed.is_initialized():
-            if self._failed and distributed.group.WORLD is not None:
-                distributed.group.WORLD.abort()
+            for group in self._groups:
+                _keep(group)
+                if self._failed:
+                    group.abort()
             distributed.destroy_process_group()
+        self._groups = []
         if self._owns_state:
             from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
@@ -220,53 +224,34 @@ class ManyProcesses(DistributionStrategy):
         self._failed = True
         cause = f"{type(error).__name__}: {_first_line(error)}"
         patience = min(_PATIENCE_S, self.timeout)
+        assert self._roll_call is not None
         try:
-            found, gone, late = self._call_all(patience)
-            if found is None and gone:
+            words, gone, elsewhere = self._roll_call.call(patience)
+            if words is None and gone:
                 answers = "answers" if len(gone) == 1 else "answer"
-                found = f"{_ranks(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
-                self._leave(found)
+                words = f"{_ranks(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
+                self._roll_call.leave_words(words)
         except RuntimeError:  # the store is gone, and with it the machine that held it
-            found = (
+            words = (
                 "The processes of this run lost each other, and the place where they meet (MASTER_ADDR) no longer "
                 f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{_GO_ON}"
             )
-            return _run_failed(found)
-        if found is None:
-            who = f"{_ranks(late)} did not join it" if late else "every rank is still there"
-            found = (
+        if words is None:
+            who = f"{_ranks(elsewhere)} did not join it" if elsewhere else "every rank is still there"
+            words = (
                 f"A collective failed after at most {self.timeout:g} s (timeout); {who}. The error was {cause}.\n"
                 f"If a rank was busy with other work, use {type(self).__name__}(timeout=...) with more seconds."
             )
-        return _run_failed(found)
-
-    def _call_all(self, patience: float) -> tuple[str | None, list[int], list[int]]:
-        """What a rank left, or else the ranks that do not answer, and those that do but are not here themselves."""
-        assert self._store is not None
-        deadline = time.monotonic() + patience
-        present, here = ([f"{word} {rank}" for rank in range(self.world_size)] for word in (_PRESENT, _HERE))
-        for key in (_ROLL_CALL, present[self.rank], here[self.rank]):
-            self._store.set(key, "")
-        while True:
-            if self._store.check([_ERROR]):
-                return self._store.get(_ERROR).decode(), [], []
-            if self._store.check(here):
-                return None, [], []
-            if time.monotonic() > deadline:
-                gone = [rank for rank, key in enumerate(present) if not self._store.check([key])]
-                return None, gone, [rank for rank, key in enumerate(here) if not self._store.check([key])]
-            time.sleep(0.05)
-
-    def _leave(self, text: str) -> None:
-        assert self._store is not None
-        self._store.compare_set(_ERROR, "", text)  # the first to say what it was is right
+        lost = DistributedError(words)
+        lost.exit_code = 1  # not a request that cannot be met, but a run that failed
+        return lost
 
     def report(self, error: BaseException) -> None:
         """Leave this rank's error in the store, if it is the first."""
         self._failed = True
         try:
-            if self._store is not None:
-                self._leave(f"Rank {self.rank} failed: {type(error).__name__}: {error}")
+            if self._roll_call is not None:
+                self._roll_call.leave_words(f"Rank {self.rank} failed: {type(error).__name__}: {error}")
         except RuntimeError:  # the store is gone: nobody could read it
             return
 
@@ -274,21 +259,13 @@ class ManyProcesses(DistributionStrategy):
 _GO_ON = "Start the run again with --resume: it goes on from the last checkpoint."
 
 
-def _answer(store: Store, rank: int, left: threading.Event) -> None:
-    """Answer the first call of the other ranks, whatever the main thread is at."""
-    while not left.wait(_LISTEN_S):
-        try:
-            if store.check([_ROLL_CALL]):
-                store.set(f"{_PRESENT} {rank}", "")
-                return
-        except RuntimeError:  # the store is gone: nobody can call
-            return
+def _keep(group: distributed.ProcessGroup) -> None:
+    """Keep a group that is left from ever being freed, with its few threads and sockets.
 
-
-def _run_failed(message: str) -> DistributedError:
-    error = DistributedError(message)
-    error.exit_code = 1  # not a request that cannot be met, but a run that failed
-    return error
+    Freeing one joins gloo's threads while it holds the interpreter's lock, for which a thread may wait that has just
+    ended a collective of DDP's backward: the process then hangs (seen in 1 of 20 runs, torch 2.13).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -121,7 +121,7 @@ class LossScaler:
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, inverse)
 
     def update(self, overflow: Tensor) -> None:
-        """Move the scale by ``overflow``, found by ``unscale`` here or on any rank, within its limits, on the device."""
+        """Move the scale, within its limits and on the device, by what ``unscale`` found here or on any rank."""
         states = self._torch._per_optimizer_states
         states.clear()  # where unscale_ would have put it
         states[0]["found_inf_per_device"] = {overflow.device: overflow}

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["accelerate", "pytest", "torch._dynamo", "torch.distributed.fsdp", "policyfit"])
@@ -65,10 +65,10 @@ def outcomes_of(function: Callable[..., Any], *arguments: Any, ranks: int = 2, l
     said: dict[int, tuple[Any, str]] = {}
     waiting: dict[Any, int] = {reader: rank for rank, reader in enumerate(readers)}
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-        for reader in ready:
+        for reader in (reader for reader in readers if reader in ready):
             rank = waiting.pop(reader)
             try:
-                said[rank] = reader.recv()  # type: ignore[attr-defined]
+                said[rank] = reader.recv()
             except EOFError:  # it died without a word
                 continue
     outcomes = []

@@ -18,18 +18,25 @@ class Agreement:
     """
 
     def __init__(self, stop: Tensor, failed: Tensor) -> None:
-        self._stop, self._failed = stop, failed
+        self._slots = (stop, failed)
+        self._own = [0.0, 0.0]
         self._update: int | None = None
         self.exit_code = 0
         self.failed = False
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
-        self._stop.fill_(1.0 + exit_code)
+        self._own[0] = max(self._own[0], 1.0 + exit_code)
 
     def fail(self) -> None:
         """From the next update on."""
-        self._failed.fill_(1.0)
+        self._own[1] = 1.0
+
+    def speak(self) -> None:
+        """Say it, right before the ranks reduce the vector: the slots still held the update before until then."""
+        for slot, own in zip(self._slots, self._own, strict=True):
+            if own:
+                slot.fill_(own)
 
     def note(self, update: int, stop: float, failed: float) -> None:
         """What the ranks said at ``update``, read when it is settled."""

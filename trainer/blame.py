@@ -13,7 +13,7 @@ def culprit(message: str, values: Mapping[str, Any]) -> str | None:
     """The argument that the message names, or the only one whose value it names."""
     named = [word for word in re.findall(r"\w+", message) if word in values]
     if named:
-        return named[0]
+        return str(named[0])
     words = set(re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|\w+", message))
     holding = [name for name, value in values.items() if not words.isdisjoint(_words(value))]
     return holding[0] if len(holding) == 1 else None

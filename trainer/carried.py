@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 from ..strategies.errors import CheckpointError
-from .sampler import OwnStreams, name_of
+from .streams import OwnStreams
 
 
 class Carried:
@@ -72,7 +72,7 @@ class Carried:
             self.source.load_state_dict(copy.deepcopy(self._loaded["source"]))
         except Exception as error:
             raise CheckpointError(
-                f"{name_of(self.source)} did not take back the state that the checkpoint has of it: "
+                f"{type(self.source).__qualname__} did not take back the state that the checkpoint has of it: "
                 f"{type(error).__name__}: {error}.\nResume with the data of the run, or with changes=['data']."
             ) from error
         return True

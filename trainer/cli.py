@@ -10,12 +10,13 @@ import argparse
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from ..strategies.errors import ConfigError, PolicyfitError
+from ..strategies.errors import ConfigError, DistributedError, PolicyfitError
 from . import commands
 from .aliases import FILE_OPTIONS
 
@@ -37,6 +38,7 @@ examples:
 WIDTH = 120  # of an error that goes to a file
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
 PRINT_CONFIG = "print the run as resolved, which means the same when it is fed back, and stop"
+_PATIENCE_S = 2.0
 NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
 
@@ -62,10 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", str(error))):
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
-        if os.environ.get("RANK", "0") == "0" or getattr(error, "of_this_rank", False):  # the same error is told once
+        code = error.exit_code if isinstance(error, PolicyfitError) else 1
+        if os.environ.get("RANK", "0") != "0" and _is_told_by_rank_0(error, code):
+            time.sleep(_PATIENCE_S)  # a launcher ends all at the first that ends, and rank 0 is to say it before
+        else:
             _show(error, known=known)
-        return error.exit_code if isinstance(error, PolicyfitError) else 1
+        return code
     return 0
+
+
+def _is_told_by_rank_0(error: Exception, code: int) -> bool:
+    """Whether rank 0 has the same error, or one that tells of it."""
+    return code == 2 or isinstance(error, DistributedError) or getattr(error, "of_this_rank", None) is False
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,6 +9,10 @@
 
 A sampler, an iterable dataset or a loader that has ``state_dict`` and ``load_state_dict`` goes on where it was.
 
+Processes that train together read disjoint parts of one order, and each makes as many micro-batches as the others:
+see ``shares.py``. Nothing is agreed on the way: what a rank reads is a function of its number and of how many there
+are.
+
 Draw from the thread in which the policy runs: where there are no workers, the global random streams are
 swapped while user code makes a sample.
 """
@@ -31,20 +35,14 @@ from torch.utils.data import (
 
 from ..strategies.errors import ConfigError, DistributedError
 from ..strategies.facts import MachineFacts
-from .carried import carries_state
-from .epochs import (
-    IteratedData,
-    KeptData,
-    MicroBatch,
-    OrderedData,
-    Reading,
-    TrainingData,
-    count_samples,
-    keyed_loader,
-)
-from .sampler import KeptDraws, OrderedDraws, name_of
+from .carried import Carried, carries_state
+from .epochs import KeptData, MicroBatch, OrderedData, Reading, TrainingData, count_samples
+from .iterated import IteratedData, own_length, parts_of
+from .keyed import keyed_loader, loaded
+from .sampler import Draws, KeptDraws, OrderedDraws, name_of
+from .shares import Shared, counted, exactly, in_turn, shards_itself
 
-__all__ = ["MicroBatch", "TrainingData", "count_samples", "training_data", "validation_loader"]
+__all__ = ["MicroBatch", "TrainingData", "count_samples", "counted", "training_data", "validation_loader"]
 
 Workers = int | Literal["auto"]
 
@@ -78,13 +76,9 @@ def training_data(
 
     Raises:
         ConfigError: The source cannot be read, or read once only, or has no micro-batch to give.
-        DistributedError: There is more than one process.
+        DistributedError: The source shares its data between processes itself, in a way that cannot be kept.
     """
-    if world_size > 1:
-        raise DistributedError(
-            f"This is process {rank} of {world_size}, but processes cannot share training data yet.\nStart one process."
-        )
-    reading = Reading(seed=seed, accumulate=accumulate)
+    reading = Reading(seed=seed, accumulate=accumulate, rank=rank, world_size=world_size)
     if isinstance(source, DataLoader):
         data = _from_loader(source, pin_memory, device_type, facts, reading)
     elif isinstance(source, IterableDataset):
@@ -95,41 +89,88 @@ def training_data(
     elif _is_map_style(source):
         settings = _settings(_worker_count(workers, device_type, facts), pin_memory, facts)
         settings["persistent_workers"] = settings["num_workers"] > 0
-        draws = OrderedDraws(len(source), batch_size, seed=seed, shuffle=True, drop_last=False)
+        _refuse_own_shares(source, world_size)
+        draws = OrderedDraws(
+            len(source), batch_size, seed=seed, shuffle=True, drop_last=False, rank=rank, world_size=world_size
+        )
         data = OrderedData(source, draws, default_collate, settings, reading)
     else:
         data = IteratedData(_re_iterable(source), reading)
     if data.batches_per_epoch == 0:
         raise ConfigError(
             f"The training data ({name_of(getattr(source, 'dataset', source))}) has no micro-batch to give.\n"
-            "Pass data with samples; with drop_last=True, with at least one batch of them."
+            "Pass data with samples; with drop_last=True, with at least one batch of them"
+            f"{'' if world_size == 1 else f' for each of the {world_size} ranks'}."
         )
     return data
 
 
 def validation_loader(
-    source: Any, *, batch_size: int, workers: Workers, pin_memory: bool, device_type: str, facts: MachineFacts
+    source: Any,
+    *,
+    batch_size: int,
+    workers: Workers,
+    pin_memory: bool,
+    device_type: str,
+    facts: MachineFacts,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterable[Any]:
     """Batches to validate on, in the order of the dataset; a DataLoader is used as it is.
 
     Every pass over a map-style dataset makes the same batches and leaves the global random streams as they
-    were.
+    were. Processes that validate together take turns, batch by batch; read what they get through ``counted``.
 
     Raises:
         ConfigError: The source cannot be read, or read once only.
+        DistributedError: The source shares its data between processes itself, in a way that cannot be kept.
     """
     if isinstance(source, DataLoader):
-        return _without_pinning(source, pin_memory, device_type, [])
+        loader = _without_pinning(source, pin_memory, device_type, [])
+        if world_size > 1 and type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
+            kept = KeptDraws(loader, 0, rank, world_size)
+            kept.carried = Carried()  # every pass is made from its start
+            settings = _settings_of(loader, facts) | {"persistent_workers": loader.persistent_workers}
+            _refuse_own_shares(loader, world_size)
+            return _validating(loader.dataset, kept, loader.collate_fn, settings, world_size)
+        return _in_turn(loader, rank, world_size)
     if isinstance(source, IterableDataset):
         settings = _settings(_worker_count(workers, device_type, facts, most=1), pin_memory, facts)
-        return DataLoader(source, batch_size=batch_size, **settings)
+        return _in_turn(DataLoader(source, batch_size=batch_size, **settings), rank, world_size)
     if _is_map_style(source):
         settings = _settings(_worker_count(workers, device_type, facts), pin_memory, facts)
-        draws = OrderedDraws(len(source), batch_size, seed=0, shuffle=False, drop_last=False)
-        return keyed_loader(
-            source, draws, default_collate, settings, seed=0, tell_epoch=False, generator=torch.Generator()
+        _refuse_own_shares(source, world_size)
+        draws = OrderedDraws(
+            len(source), batch_size, seed=0, shuffle=False, drop_last=False, rank=rank, world_size=world_size
         )
-    return _re_iterable(source)
+        return _validating(source, draws, default_collate, settings, world_size)
+    return _in_turn(_re_iterable(source), rank, world_size)
+
+
+def _validating(dataset: Any, draws: Draws, collate: Any, settings: dict[str, Any], world_size: int) -> Iterable[Any]:
+    loader = keyed_loader(dataset, draws, collate, settings, seed=0, tell_epoch=False, generator=torch.Generator())
+    return loader if world_size == 1 else Shared(lambda: loaded(loader, draws))
+
+
+def _in_turn(batches: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
+    """Every rank reads all and keeps its share, unless each has its own."""
+    if world_size == 1:
+        return batches
+    length = own_length(batches, world_size)
+    if length is None:
+        return Shared(lambda: in_turn(batches, rank, world_size))
+    return Shared(lambda: in_turn(exactly(length, batches, name_of(batches)), 0, 1))
+
+
+def _refuse_own_shares(source: Any, world_size: int) -> None:
+    dataset = getattr(source, "dataset", source)
+    for part in parts_of(source) if world_size > 1 else ():
+        if shards_itself(part):
+            raise DistributedError(
+                f"{name_of(part)} gives each of the {world_size} ranks its own part of {name_of(dataset)}, which is "
+                "shared between them by index already: each would see a part of its part.\nGive every rank the whole "
+                "dataset, and a DataLoader no sampler of that kind; shuffle=True says all that is needed."
+            )
 
 
 def _from_loader(
@@ -140,16 +181,16 @@ def _from_loader(
         _refuse_deaf_workers(loader)
         reading.notes.append(f"{name_of(loader)} is used as it is.")
         return IteratedData(loader, reading)
-    settings = _settings(loader.num_workers, loader.pin_memory, facts, loader.multiprocessing_context)
-    settings |= {name: getattr(loader, name) for name in ("timeout", "worker_init_fn", "prefetch_factor")}
+    settings = _settings_of(loader, facts)
     if isinstance(loader.dataset, IterableDataset):
         return IteratedData(_with_new_workers(loader, settings, reading.notes), reading)
     settings["persistent_workers"] = loader.persistent_workers
+    _refuse_own_shares(loader, reading.world_size)
     if not loader.in_order:
         reading.notes.append("in_order=False of the DataLoader was switched off: its batches come in order.")
     draws = _draws_in_our_order(loader, reading)
     if draws is None:
-        kept = KeptDraws(loader, reading.seed)
+        kept = KeptDraws(loader, reading.seed, reading.rank, reading.world_size)
         reading.notes.append(
             f"The DataLoader keeps its {kept.name}; its samples are made in random streams from the run's seed."
         )
@@ -173,7 +214,15 @@ def _draws_in_our_order(loader: DataLoader[Any], reading: Reading) -> OrderedDra
     if not (shuffle or type(sampler) is SequentialSampler) or len(sampler) != n:
         return None
     size, drop_last = (None, False) if batches is None else (batches.batch_size, batches.drop_last)
-    return OrderedDraws(n, size, seed=reading.seed, shuffle=shuffle, drop_last=drop_last)
+    return OrderedDraws(
+        n,
+        size,
+        seed=reading.seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        rank=reading.rank,
+        world_size=reading.world_size,
+    )
 
 
 def _with_new_workers(loader: DataLoader[Any], settings: dict[str, Any], notes: list[str]) -> DataLoader[Any]:
@@ -205,6 +254,11 @@ def _without_pinning(loader: DataLoader[Any], pin_memory: bool, device_type: str
     loader = copy.copy(loader)  # the user's own stays as it was
     loader.pin_memory = False
     return loader
+
+
+def _settings_of(loader: DataLoader[Any], facts: MachineFacts) -> dict[str, Any]:
+    settings = _settings(loader.num_workers, loader.pin_memory, facts, loader.multiprocessing_context)
+    return settings | {name: getattr(loader, name) for name in ("timeout", "worker_init_fn", "prefetch_factor")}
 
 
 def _settings(workers: int, pin_memory: bool, facts: MachineFacts, context: Any = None) -> dict[str, Any]:

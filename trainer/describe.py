@@ -46,26 +46,33 @@ def describe(settings: Settings, device: str, precision: str, policy: nn.Module,
 def _recipe(policy: nn.Module) -> dict[str, Any] | None:
     """What makes the policy again, or ``None`` when its class has arguments and it does not say which it got."""
     kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    takes = [name for name, p in signature(type(policy)).parameters.items() if p.kind not in kinds]
+    takes = [name for name, p in signature(class_of(policy)).parameters.items() if p.kind not in kinds]
     config = policy_config(policy)
     if (takes and not config) or class_path(policy).startswith("__main__"):  # a notebook has no file to import
         return None
     return {"class_path": class_path(policy), "init_args": {"config": config} if takes == ["config"] else config}
 
 
+def class_of(policy: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote: sharding puts one of its own over it."""
+    cls = type(policy)
+    return cls.__bases__[-1] if cls.__module__.startswith("torch.distributed.fsdp") else cls
+
+
 def class_path(policy: nn.Module) -> str:
     """Where the policy's class can be imported from; one of a script is in the module that the script's file makes."""
-    cls = type(policy)
+    cls = class_of(policy)
     script = getattr(sys.modules.get(cls.__module__), "__file__", None) if cls.__module__ == "__main__" else None
     return f"{Path(script).stem if script else cls.__module__}.{cls.__qualname__}"
 
 
 def _code(policy: nn.Module) -> list[str]:
     """The folder from which the policy's module is imported, unless it belongs to an installed package."""
-    file = getattr(sys.modules.get(type(policy).__module__), "__file__", None)
+    module = class_of(policy).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return []
-    depth = 0 if type(policy).__module__ == "__main__" else type(policy).__module__.count(".")
+    depth = 0 if module == "__main__" else module.count(".")
     depth += Path(file).name == "__init__.py"
     return [str(Path(file).resolve().parents[depth])]
 

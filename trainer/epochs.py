@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..strategies.errors import ConfigError
 from ..strategies.tree import tensors
-from .carried import Carried, carries_state
+from .carried import Carried
+from .keyed import keyed_loader, letting_go, loaded
 from .rng import derive_seed
-from .sampler import (
-    Draws,
-    KeptDraws,
-    KeyedSamples,
-    OrderedDraws,
-    OwnStreams,
-    beginning_at,
-    drawn_in,
-    name_of,
-    set_epoch,
-    too_short,
-)
+from .sampler import Draws, KeptDraws, OrderedDraws, name_of, too_short
+from .shares import Part, Share
 
 
 class MicroBatch(NamedTuple):
@@ -38,16 +26,18 @@ class MicroBatch(NamedTuple):
 
     batch: Any
     index: int  # type: ignore[assignment]  # within the epoch, from 0; hides tuple.index
-    divisor: float  # its loss is divided by this before backward
+    divisor: float  # its loss is divided by this before backward; inf for padding, which counts for nothing
     closes: bool  # the last of its window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What is the same for every source: the run's seed, micro-batches in a window, notes for the plan."""
+    """What is the same for every source: the run's seed, micro-batches in a window, the rank, notes for the plan."""
 
     seed: int
     accumulate: int
+    rank: int = 0
+    world_size: int = 1
     notes: list[str] = field(default_factory=list)
 
 
@@ -55,9 +45,9 @@ class TrainingData(ABC):
     """Epochs of micro-batches; ``training_data`` makes one from whatever the user has.
 
     Attributes:
-        batches_per_epoch: Micro-batches in an epoch; ``None`` where the source has no length.
-        samples_per_epoch: Samples that an epoch reads; ``None`` where the order is not ours.
-        batch_size: Samples in a micro-batch; ``None`` where the source does not say.
+        batches_per_epoch: Micro-batches in an epoch, on every rank; ``None`` where the source has no length.
+        samples_per_epoch: Samples that an epoch reads on all ranks; ``None`` where the order is not ours.
+        batch_size: Samples in a micro-batch of one rank; ``None`` where the source does not say.
         order: What decides the order, and how exact a resume is, in words; see ``not_exact`` where it is not.
         not_exact: ``None`` when order and resume are exact; else the sentence that says why not.
         notes: What was rebuilt, kept or switched off, one line each.
@@ -73,6 +63,7 @@ class TrainingData(ABC):
         self.notes = reading.notes
         self.stats: Mapping[str, Any] | None = getattr(dataset, "stats", None)
         self._seed, self._accumulate = reading.seed, reading.accumulate
+        self._rank, self._world_size = reading.rank, reading.world_size
         self._carried = Carried()
         self._running: Generator[MicroBatch, None, None] | None = None
 
@@ -105,8 +96,8 @@ class TrainingData(ABC):
             self._running = None
 
     @abstractmethod
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of one epoch from number ``start`` on."""
+    def _batches(self, epoch: int, start: int) -> Iterator[Part]:
+        """This rank's batches of one epoch from number ``start`` on."""
 
     def _windows(self, epoch: int, start: int) -> Generator[MicroBatch, None, None]:
         """Draw each window before its first micro-batch goes out: only then is its size known.
@@ -117,11 +108,9 @@ class TrainingData(ABC):
             return
         windows, index = self._drawn_windows(epoch, start), start
         for window in windows if self._carried.source is None else _one_ahead(windows):
-            sizes = [count_samples(batch) for batch in window] if self._accumulate > 1 else [1]
-            total = sum(sizes) * (index % self._accumulate + len(window)) / len(window)
+            total = sum(part.share.total for part in window) * (index % self._accumulate + len(window)) / len(window)
             while window:
-                batch, size = window.pop(0), sizes.pop(0)
-                yield MicroBatch(batch, index, total / size, closes=not window)
+                yield self._micro_batch(window.pop(0), index, total, closes=not window)
                 index += 1
         if index == 0:
             raise ConfigError(
@@ -129,7 +118,14 @@ class TrainingData(ABC):
                 "It must begin anew each time it is iterated; pass a dataset or a loader, not an iterator."
             )
 
-    def _drawn_windows(self, epoch: int, start: int) -> Iterator[list[Any]]:
+    def _micro_batch(self, part: Part, index: int, total: float, *, closes: bool) -> MicroBatch:
+        return MicroBatch(part.item, index, part.share.divisor(total, self._world_size), closes)
+
+    def _size(self, batch: Any) -> int:
+        """Samples in a batch; where no other is weighed against it, it is one."""
+        return count_samples(batch) if self._accumulate > 1 or self._world_size > 1 else 1
+
+    def _drawn_windows(self, epoch: int, start: int) -> Iterator[list[Part]]:
         batches, index = self._batches(epoch, start), start
         while window := list(islice(batches, self._accumulate - index % self._accumulate)):
             index += len(window)
@@ -165,12 +161,12 @@ class KeyedData(TrainingData):
         super().close()
         self._loader = None
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def _batches(self, epoch: int, start: int) -> Iterator[Part]:
         assert self._loader is not None
         self._draws.place(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, "workers", epoch))
-        with _letting_go(self._loader):
-            yield from self._loader
+        with letting_go(self._loader):
+            yield from loaded(self._loader, self._draws, start)
 
 
 class OrderedData(KeyedData):
@@ -194,12 +190,11 @@ class OrderedData(KeyedData):
         draws, step = self._draws, self._accumulate
         if start > draws.count:
             raise too_short(draws.count, start, epoch)
-        batches = self._batches(epoch, start)
+        parts = self._batches(epoch, start)
         for index in range(start, draws.count):
             first = index - index % step
             last = min(first + step, draws.count)
-            divisor = draws.size(first, last) / draws.size(index, index + 1)
-            yield MicroBatch(next(batches), index, divisor, closes=index + 1 == last)
+            yield self._micro_batch(next(parts), index, draws.size(first, last), closes=index + 1 == last)
 
 
 class KeptData(KeyedData):
@@ -214,78 +209,38 @@ class KeptData(KeyedData):
         reading: Reading,
     ) -> None:
         super().__init__(dataset, draws, collate, settings, reading)
-        self.batches_per_epoch = length_of(draws.source)
+        self.batches_per_epoch = length_of(draws.source, self._world_size)
         self.batch_size = getattr(draws.source, "batch_size", None)
         self._carried = draws.carried
         if self._carried.source is not None:
-            self.order = _carries(self._carried.source)
+            self.order = carried_order(self._carried.source)
         else:
             self.not_exact = (
                 f"{draws.name} decides the order: a resumed run asks it for the epoch from its start, and "
                 "goes on exactly only if the same order comes again."
             )
-
-
-class IteratedData(TrainingData):
-    """A source that yields finished batches in an order of its own."""
-
-    def __init__(self, source: Any, reading: Reading) -> None:
-        dataset = getattr(source, "dataset", source)
-        super().__init__(dataset, reading)
-        self._source = source
-        self.batches_per_epoch = length_of(source)
-        self.batch_size = getattr(source, "batch_size", None)
-        self._streams: OwnStreams | None = None
-        workers = getattr(source, "num_workers", 0)
-        self._carried = Carried(source, None if workers else dataset)
-        if self._carried.source is not None:
-            self.order = _carries(self._carried.source)
-        else:
-            self.not_exact = (
-                f"{name_of(dataset)} decides the order: a resumed run reads the epoch from its start, drops what "
-                "was seen, and goes on exactly only if the same data comes again."
+        if self._world_size > 1:
+            self.notes.append(
+                f"Each of the {self._world_size} ranks reads one in {self._world_size} of the micro-batches that "
+                f"{draws.name} gives, which must be the same and in the same order on all of them."
             )
-            if carries_state(dataset):
-                self.not_exact += " Its state_dict is of no use in workers: set workers to 0."
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
-        parts = (getattr(self._source, name, None) for name in ("sampler", "batch_sampler", "dataset"))
-        set_epoch([self._source, *parts], epoch)
-        if self._carried.begin():
-            return self._drawn(epoch, start)
-        return beginning_at(start, self._drawn(epoch, 0), epoch)
+    def _batches(self, epoch: int, start: int) -> Iterator[Part]:
+        parts = super()._batches(epoch, start)
+        return map(self._sized, parts) if self._world_size == 1 else parts
 
-    def _drawn_to(self, epoch: int, number: int) -> None:
-        self._carried.note(epoch, number, self._streams if number else None)
-
-    def _drawn(self, epoch: int, number: int) -> Iterator[Any]:
-        try:
-            with _letting_go(self._source):
-                for batch in self._draws(epoch):
-                    yield batch
-                    number += 1
-        except Exception as error:
-            raise RuntimeError(
-                f"Micro-batch {number} of epoch {epoch} could not be drawn from {name_of(self._source)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _draws(self, epoch: int) -> Iterator[Any]:
-        # A loader of another library has its own ways with random numbers, and swapping the streams around each
-        # of its batches costs more than a small step.
-        streams = OwnStreams(derive_seed(self._seed, "iterable", epoch))
-        if not isinstance(self._source, DataLoader):
-            self._carried.enter(streams)
-            return iter(self._source)
-        self._streams = streams
-        return drawn_in(streams, self._source, self._carried.enter)
+    def _sized(self, part: Part) -> Part:
+        """Alone, a batch can say itself how many samples there are; collation may have made other ones."""
+        size = self._size(part.item)
+        return Part(part.item, Share(size, size))
 
 
-def _carries(source: Any) -> str:
+def carried_order(source: Any) -> str:
+    """What decides the order where ``source`` carries its state."""
     return f"{name_of(source)} decides the order and carries its state; resume is as exact as that"
 
 
-def _one_ahead(windows: Iterator[list[Any]]) -> Iterator[list[Any]]:
+def _one_ahead(windows: Iterator[list[Part]]) -> Iterator[list[Part]]:
     """The same, each given out when the next was drawn: so that a checkpoint after the last one knows that it is."""
     for first in islice(windows, 1):
         window = first
@@ -300,66 +255,8 @@ def count_samples(batch: Any) -> int:
     return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
 
 
-def length_of(source: Any) -> int | None:
-    """``len(source)``, or ``None`` where there is none."""
+def length_of(source: Any, world_size: int = 1) -> int | None:
+    """How many of ``len(source)`` batches each rank gets, padding included; ``None`` where there is no length."""
     with suppress(TypeError):  # a DataLoader has __len__ also where its dataset has none
-        return len(source)
+        return -(-len(source) // world_size)
     return None
-
-
-def keyed_loader(
-    dataset: Any,
-    draws: Draws,
-    collate: Callable[[Any], Any],
-    settings: Mapping[str, Any],
-    *,
-    seed: int,
-    tell_epoch: bool = True,
-    generator: torch.Generator,
-) -> DataLoader[Any]:
-    """A DataLoader in which one key of ``draws`` makes one finished batch of a map-style dataset.
-
-    Raises:
-        ConfigError: Forked workers would inherit tensors on an accelerator.
-    """
-    _refuse_accelerator_tensors_in_forks(dataset, settings)
-    return DataLoader(
-        KeyedSamples(dataset, collate, seed, tell_epoch=tell_epoch),  # type: ignore[arg-type]  # map-style
-        batch_size=None,
-        sampler=draws,
-        collate_fn=_as_it_is,
-        generator=generator,
-        **settings,
-    )
-
-
-@contextmanager
-def _letting_go(source: Any) -> Iterator[None]:
-    """Keep an error from holding on to the workers: they end with the last reference to their iterator."""
-    try:
-        yield
-    except Exception as error:
-        if getattr(source, "num_workers", 0):
-            traceback.clear_frames(error.__traceback__)
-        raise
-
-
-def _refuse_accelerator_tensors_in_forks(dataset: Any, settings: Mapping[str, Any]) -> None:
-    """An accelerator's runtime does not survive a fork, and its own messages say little about datasets."""
-    if settings["num_workers"] == 0:
-        return
-    context = settings["multiprocessing_context"]
-    method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
-    if method != "fork":
-        return
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, Tensor) and item.device.type != "cpu":
-                raise ConfigError(
-                    f"{name_of(dataset)}.{name} is on {item.device}, where forked workers cannot read it.\n"
-                    "Keep the dataset on the cpu (batches are moved for you), or set trainer.workers=0."
-                )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

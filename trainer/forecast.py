@@ -47,7 +47,9 @@ def forecast(run: RunRecipe, trainer: Trainer, policy: nn.Module, *, build_data:
 
 def _data(run: RunRecipe, trainer: Trainer, policy: nn.Module) -> TrainingData:
     settings = run.config.values["trainer"]
-    source = run.build("data", "train") or adapt(policy).own_data("train_dataloader")
+    source = run.build("data", "train")
+    if source is None:
+        source = adapt(policy).own_data("train_dataloader")
     if source is None:
         raise ConfigError(
             f"There is no data to count: the run names no data.train, and {type(policy).__name__} brings none."

@@ -26,10 +26,13 @@ def lands_on_the_device(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and torchs_own and not hooked
 
 
-def prepare_optimizer(optimizer: Optimizer) -> str:
+def prepare_optimizer(optimizer: Optimizer, *, sharded: bool = False) -> str:
     """Make an optimizer ready for updates that may be skipped on the device; returns what the plan says.
 
     It is switched to its fused form where ``fused=None`` leaves that open and the device has one.
+
+    Args:
+        sharded: Whether it moves shards, for which SGD and Adagrad have no fused kernel.
 
     Raises:
         ConfigError: It steps through a closure, which cannot be skipped or scaled.
@@ -37,7 +40,9 @@ def prepare_optimizer(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS calls the loss through a closure, which no precision or skip can follow.\nUse AdamW.")
-    if _can_fuse(optimizer):
+    if sharded and isinstance(optimizer, SGD | Adagrad):
+        form = _unfuse(optimizer)
+    elif _can_fuse(optimizer):
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
         optimizer.defaults["fused"] = True
@@ -48,6 +53,13 @@ def prepare_optimizer(optimizer: Optimizer) -> str:
     if isinstance(optimizer, SGD) and lands_on_the_device(optimizer):
         form = _make_safe(optimizer) or form
     return f"{name} ({form})"
+
+
+def _unfuse(optimizer: Optimizer) -> str:
+    for group in optimizer.param_groups:
+        group["fused"] = False
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return "not fused, as shards have no such kernel: one waiting read an update"
 
 
 def _can_fuse(optimizer: Optimizer) -> bool:

@@ -76,20 +76,24 @@ def read_run(files: Sequence[str | Path], overrides: Iterable[tuple[str, str]] =
             )
         layer = translate(document.value, document.marks)
         config = _lay_over(config, layer.values, layer.marks, notices=layer.notices)
-        code += _folders(Path(file), document.value.get("code"), config)
+        code += _folders(Path(file).resolve().parent, document.value.get("code"), config)
     written: dict[str, str] = {}
     for key, text in overrides:
         value = strict_yaml.read_word(text, f"--{key}={text}")
         config = _set(config, key, value, written)
+        code += _folders(Path.cwd(), value, config) if key in ("code", "code+") else []
     return _settled(RunConfig({**config.values, "code": list(dict.fromkeys(code))}, config.marks, config.notices))
 
 
-def _folders(file: Path, named: Any, config: RunConfig) -> list[str]:
+def _folders(origin: Path, named: Any, config: RunConfig) -> list[str]:
+    """The folders of modules that one layer names, by default its own; those of all layers are kept."""
+    if "code+" in config.values:
+        raise config.fault(("code+",), "code+ is not needed: the folders of all layers are kept.\nWrite code.")
     named = ["."] if named is None else named
     if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
         message = f"code must be a list of folders, got {named!r}.\nWrite [.] for the file's own."
         raise config.fault(("code",), message)
-    return [str((file.resolve().parent / entry).resolve()) for entry in named]
+    return [str((origin / entry).resolve()) for entry in named]
 
 
 def _set(config: RunConfig, key: str, value: Any, written: dict[str, str]) -> RunConfig:
@@ -187,7 +191,7 @@ class _Merge:
         for key, value in over.items():
             here, old = (*path, key), base.get(key)
             value = {"class_path": value} if here in PLACES and isinstance(value, str) else value
-            if isinstance(key, str) and key.endswith("+"):
+            if isinstance(key, str) and key.endswith("+") and here != ("code+",):
                 merged[key[:-1]] = self._append(base, over, path, key)
             elif isinstance(old, Mapping) and isinstance(value, Mapping) and _same_class(old, value):
                 merged[key] = self.mappings(old, value, here)

@@ -28,6 +28,7 @@ def _train(run: Run) -> None:
 
     while not run.done:
         for batch, index, divisor, closes in run.begin_epoch():
+            weight = 1.0 / divisor
             run.in_window, run.backward_is_done = True, False
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
@@ -38,14 +39,15 @@ def _train(run: Run) -> None:
                     for hook in before_backward:
                         hook(trainer, policy, share)
                     precision.backward(share)
+                    run.backward_is_done = closes
                     for hook in after_backward:
                         hook(trainer, policy)
-                    means.add("train/loss", loss)
+                    means.add("train/loss", loss, weight)
                 elif closes:
                     distribution.contribute_nothing(adapter.module)
-            run.backward_is_done = closes
+                    run.backward_is_done = True
             for name, value in metrics.items():
-                means.add(f"train/{name}", value)
+                means.add(f"train/{name}", value, weight)
             counters.micro_batches += 1
             counters.batch_in_epoch = index + 1
             if closes:

@@ -43,50 +43,53 @@ class Means:
     """
 
     def __init__(self) -> None:
-        self._scalars: dict[str, list[Tensor]] = {}
-        self._chunks: dict[str, list[Tensor]] = {}
+        self._scalars: dict[str, list[tuple[Tensor, float]]] = {}
+        self._chunks: dict[str, list[tuple[Tensor, list[float]]]] = {}
         self._sums: dict[str, list[float]] = {}
 
-    def add(self, name: str, value: Any) -> None:
-        """Take in one value: a number or a scalar tensor, on whatever device.
+    def add(self, name: str, value: Any, weight: float = 1.0) -> None:
+        """Take in one value: a number or a scalar tensor, on whatever device; nothing if its weight is 0.
 
         Raises:
             ConfigError: The value is neither.
         """
         value = scalar(name, value)
+        if weight == 0.0:
+            return
         if not isinstance(value, Tensor):
-            self._add_number(name, value)
+            self._add_number(name, value, weight)
             return
         scalars = self._scalars.setdefault(name, [])
-        scalars.append(value)
+        scalars.append((value, weight))
         if len(scalars) >= _CHUNK:
             self._pack(name)
 
     def _pack(self, name: str) -> None:
         scalars = self._scalars.pop(name)
-        for device in {value.device for value in scalars}:
-            packed = torch.stack([value.reshape(()).float() for value in scalars if value.device == device])
-            self._chunks.setdefault(name, []).append(packed)
+        for device in {value.device for value, _ in scalars}:
+            here = [(value, weight) for value, weight in scalars if value.device == device]
+            packed = torch.stack([value.reshape(()).float() for value, _ in here])
+            self._chunks.setdefault(name, []).append((packed, [weight for _, weight in here]))
 
-    def _add_number(self, name: str, number: float) -> None:
+    def _add_number(self, name: str, number: float, weight: float) -> None:
         total = self._sums.setdefault(name, [0.0, 0.0])
         if math.isfinite(number):
-            total[0] += number
-            total[1] += 1.0
+            total[0] += number * weight
+            total[1] += weight
 
     def _take_in(self) -> None:
         for name in list(self._scalars):
             self._pack(name)
-        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[str, Tensor, list[float]]]] = {}
         for name, chunks in self._chunks.items():
-            for chunk in chunks:
-                by_device.setdefault(chunk.device, []).append((name, chunk))
+            for chunk, weights in chunks:
+                by_device.setdefault(chunk.device, []).append((name, chunk, weights))
         self._chunks = {}
         for named in by_device.values():
-            values = iter(torch.cat([chunk for _, chunk in named]).tolist())
-            for name, chunk in named:
-                for _ in range(len(chunk)):
-                    self._add_number(name, next(values))
+            values = iter(torch.cat([chunk for _, chunk, _ in named]).tolist())
+            for name, _, weights in named:
+                for weight in weights:
+                    self._add_number(name, next(values), weight)
 
     def read(self, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
         """The means since the last ``read``, NaN where no value was finite; starts anew. Waits for the device.

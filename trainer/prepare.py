@@ -12,13 +12,12 @@ from torch.optim import Optimizer
 
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import ConfigError
-from ..strategies.facts import MachineFacts
+from ..strategies.errors import ConfigError, DistributedError
 from ..strategies.formats import tf32_support
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .counters import Counters
-from .data import training_data, validation_loader
-from .describe import movers
+from .data import TrainingData, training_data, validation_loader
+from .describe import class_of, movers
 from .fused import prepare_optimizer
 from .optimizer import OptimizerFactory, trainable
 from .plan import Plan, data_words, rates, schedule_words, tf32_word
@@ -93,7 +92,8 @@ def prepare(
     )
     if fresh:
         set_statistics(policy, data.stats)
-    validation = _validation(adapter, val_data, settings, device, trainer.facts)
+    _check_alike(distribution, data)
+    validation = _validation(adapter, val_data, settings, trainer)
     parts = _assemble(trainer, adapter, settings, choices, optimizer, schedule, plan)
     if distribution.rank > 0:  # the weights are alike by now; dropout is not to be
         seed_everything(derive_seed(seed, "rank", distribution.rank))
@@ -188,7 +188,7 @@ def _assemble(
     precision.setup(device.device)
     precision.convert_module(policy)
     optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
-    forms = [prepare_optimizer(o) for o in optimizers]
+    forms = [prepare_optimizer(o, sharded=distribution.is_sharded) for o in optimizers]
     plan.notes += _unmoved(policy, optimizers)
 
     size = sum(p.numel() for p in trainable(policy))
@@ -200,14 +200,14 @@ def _assemble(
     plan.add("distribution", choices.distribution.asked, choices.distribution.chosen, choices.distribution.reason)
     plan.add("tf32", settings.tf32, tf32_word(settings.tf32, tf32), tf32.reason)
     plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
-    plan.add("policy", "", f"{type(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
+    plan.add("policy", "", f"{class_of(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
     plan.add("optimizer", "", ", ".join(forms), "; ".join([origin, *filter(None, map(rates, optimizers))]))
     plan.add("schedule", "", schedule_words(schedules))
     return _Parts(optimizers, schedules, threads)
 
 
 def prepare_validation(
-    policy: nn.Module, val_data: Any, settings: Settings, device: DeviceStrategy, facts: MachineFacts
+    policy: nn.Module, val_data: Any, settings: Settings, trainer: Trainer
 ) -> tuple[PolicyAdapter, Iterable[Any]]:
     """Adapter and data for a validation without a run.
 
@@ -215,7 +215,7 @@ def prepare_validation(
         ConfigError: There is no validation data.
     """
     adapter = adapt(policy)
-    data = _validation(adapter, val_data, settings, device, facts)
+    data = _validation(adapter, val_data, settings, trainer)
     if data is None:
         raise ConfigError(
             f"There is nothing to validate on: validate got no val_data, and {type(policy).__name__} has no "
@@ -224,9 +224,7 @@ def prepare_validation(
     return adapter, data
 
 
-def _validation(
-    adapter: PolicyAdapter, val_data: Any, settings: Settings, device: DeviceStrategy, facts: MachineFacts
-) -> Iterable[Any] | None:
+def _validation(adapter: PolicyAdapter, val_data: Any, settings: Settings, trainer: Trainer) -> Iterable[Any] | None:
     source = val_data if val_data is not None else adapter.own_data("val_dataloader")
     if source is None:
         return None
@@ -238,10 +236,23 @@ def _validation(
         source,
         batch_size=settings.batch_size,
         workers=settings.workers,
-        pin_memory=device.pins_memory,
-        device_type=device.device.type,
-        facts=facts,
+        pin_memory=trainer.device.pins_memory,
+        device_type=trainer.device.device.type,
+        facts=trainer.facts,
+        rank=trainer.distribution.rank,
+        world_size=trainer.distribution.world_size,
     )
+
+
+def _check_alike(distribution: DistributionStrategy, data: TrainingData) -> None:
+    """Refuse ranks that would wait for each other: those that have other data than rank 0."""
+    sizes = distribution.gather((data.batches_per_epoch, data.samples_per_epoch))
+    other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
+    if other is not None:
+        raise DistributedError(
+            f"Rank {other} has {sizes[other][1]} samples an epoch, and rank 0 has {sizes[0][1]}.\n"
+            "Give all ranks the same data: each takes its own part of it."
+        )
 
 
 def set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:

@@ -1,90 +1,26 @@
-"""Which samples make which micro-batch, and the random streams in which they are made.
+"""Which samples make which micro-batch of which rank.
 
-Both are pure functions of (seed, epoch, sample index): no worker count, no earlier epoch and no draw of the
-policy changes them, and the policy's own random streams are as before after every micro-batch.
+The order is a pure function of (seed, epoch), or that of a user's own sampler drawn in random streams from the run's
+seed: the same on every rank, which takes its part of every micro-batch.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ..strategies.errors import ConfigError
+from .carried import Carried
 from .rng import derive_seed
+from .shares import Part, Share, in_turn
+from .streams import OwnStreams, drawn_in
 
 _END = object()
-
-Streams = tuple[Any, Any, Tensor]
-
-
-def read_streams() -> Streams:
-    """The states of the global random streams on the host: python, numpy, torch."""
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-
-
-def write_streams(streams: Streams) -> None:
-    """Put the three streams where ``read_streams`` found them."""
-    random.setstate(streams[0])
-    np.random.set_state(streams[1])
-    torch.default_generator.set_state(streams[2])
-
-
-def seed_streams(seed: int) -> None:
-    """Begin the three streams anew; ``torch.manual_seed`` is not used, it would seed accelerators too."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # more words would cost five times as much
-    torch.default_generator.manual_seed(seed)
-
-
-class OwnStreams:
-    """Random streams of its own for code that draws from the global ones: in place only inside ``with``.
-
-    The next ``with`` goes on where the last one ended.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.inside: Streams | None = None
-        self._outside: Streams | None = None
-
-    def __enter__(self) -> None:
-        self._outside = read_streams()
-        if self.inside is None:
-            seed_streams(self._seed)
-        else:
-            write_streams(self.inside)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._outside is not None
-        self.inside = read_streams()
-        write_streams(self._outside)
-
-    @staticmethod
-    def packed(streams: Streams) -> dict[str, Any]:
-        """``inside`` for a checkpoint: plain values and tensors."""
-        (version, words, pending), (kind, key, *rest), torch_state = streams
-        return {
-            "python": [version, torch.tensor(words), pending],
-            "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *rest],
-            "torch": torch_state,
-        }
-
-    @staticmethod
-    def unpacked(state: dict[str, Any]) -> Streams:
-        """What ``packed`` was given."""
-        version, words, pending = state["python"]
-        kind, key, *rest = state["numpy"]
-        numpy_state = (kind, key.numpy().astype(np.uint32), *rest)
-        return (version, tuple(words.tolist()), pending), numpy_state, state["torch"]
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
@@ -101,33 +37,60 @@ class Draw(NamedTuple):
 
     epoch: int
     indices: Any  # a list of sample indices, or one index where batches are not collated
-    number: int | None  # of the micro-batch, where the order is not ours and an index may come twice
+    number: int | None  # among those of all ranks, where the order is not ours and an index may come twice
 
 
-class Draws(Sampler[Draw]):
-    """The micro-batches of one epoch, from any position on: ``place`` before ``iter``."""
+class Draws(Sampler[Draw], ABC):
+    """One rank's micro-batches of one epoch, from any position on: ``place`` before ``iter``."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self.epoch, self.start = 0, 0
+        self._rank, self._world_size = rank, world_size
 
     def place(self, epoch: int, start: int) -> None:
         """Say where the next ``iter`` begins."""
         self.epoch, self.start = epoch, start
 
+    @abstractmethod
+    def share(self, number: int) -> Share:
+        """Whose the samples of micro-batch ``number`` are; asked once, after it was drawn."""
+
 
 class OrderedDraws(Draws):
-    """``epoch_order`` cut into micro-batches of ``batch_size``; ``None`` gives single indices."""
+    """``epoch_order`` cut into micro-batches of ``batch_size`` on each rank; ``None`` gives single indices.
 
-    def __init__(self, n: int, batch_size: int | None, *, seed: int, shuffle: bool, drop_last: bool) -> None:
-        super().__init__()
+    All ranks together read what one with ``world_size * batch_size`` would. A rank for which nothing is left pads with
+    the start of the order.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int | None,
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(rank, world_size)
         self.n, self.batch_size, self.seed, self.shuffle = n, batch_size, seed, shuffle
-        step = batch_size or 1
-        self.count = n // step if drop_last else -(-n // step)
+        self._step = batch_size or 1
+        self._stride = self._step * world_size
+        self.count = n // self._stride if drop_last else -(-n // self._stride)
 
     def size(self, first: int, last: int) -> int:
-        """How many samples the micro-batches from ``first`` up to, not including, ``last`` hold."""
-        step = self.batch_size or 1
-        return min(last * step, self.n) - first * step
+        """How many samples the micro-batches from ``first`` up to, not including, ``last`` hold on all ranks."""
+        return min(last * self._stride, self.n) - first * self._stride
+
+    def share(self, number: int) -> Share:
+        """Known before anything is drawn."""
+        left = self.n - self._first(number)
+        return Share(max(0, min(self._step, left)), self.size(number, number + 1))
+
+    def _first(self, number: int) -> int:
+        return number * self._stride + self._rank * self._step
 
     def __iter__(self) -> Iterator[Draw]:
         return self._draws(self.epoch, self.start)
@@ -135,10 +98,12 @@ class OrderedDraws(Draws):
     def _draws(self, epoch: int, start: int) -> Iterator[Draw]:
         order = epoch_order(self.n, self.seed, epoch, self.shuffle)
         for number in range(start, self.count):
+            first = self._first(number)
+            if first >= self.n:
+                first = 0
             if self.batch_size is None:
-                yield Draw(epoch, int(order[number]), None)
+                yield Draw(epoch, int(order[first]), None)
             else:
-                first = number * self.batch_size
                 yield Draw(epoch, order[first : first + self.batch_size].tolist(), None)
 
     def __len__(self) -> int:
@@ -146,23 +111,27 @@ class OrderedDraws(Draws):
 
 
 class KeptDraws(Draws):
-    """The micro-batches that a user's own sampler gives, drawn in random streams of their own.
+    """The micro-batches that a user's own sampler gives, drawn in random streams of their own; ranks take turns.
 
     Those before the start are drawn and dropped, which reads no sample, unless a sampler carries its state.
-    ``source`` yields the indices, and ``name`` is that of the class which chooses them.
+    ``source`` yields the indices, and ``name`` is that of the class which chooses them. Where it yields single ones,
+    how many samples each stands for is unknown: all count alike.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        from .carried import Carried  # which needs OwnStreams
-
-        super().__init__()
+    def __init__(self, loader: DataLoader[Any], seed: int, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(rank, world_size)
         batches: Any = loader.batch_sampler
         self.source: Any = loader.sampler if batches is None else batches
         self.name = name_of(batches.sampler if type(batches) is BatchSampler else self.source)
         self._parts = (loader.sampler, batches, getattr(batches, "sampler", None))
         self._batched = batches is not None
         self._seed = seed
+        self._shares: dict[int, Share] = {}
         self.carried = Carried(batches, loader.sampler, getattr(batches, "sampler", None))
+
+    def share(self, number: int) -> Share:
+        """Known from when it was drawn until it is asked."""
+        return self._shares.pop(number)
 
     def __iter__(self) -> Iterator[Draw]:
         return self._draws(self.epoch, self.start)
@@ -171,13 +140,19 @@ class KeptDraws(Draws):
         set_epoch(self._parts, epoch)
         streams, carried = OwnStreams(derive_seed(self._seed, "sampler", epoch)), self.carried
         goes_on = carried.begin()
-        drawn = drawn_in(streams, self.source, carried.enter)
+        taken = self._taken(drawn_in(streams, self.source, carried.enter))
         number = start
-        for indices in drawn if goes_on else beginning_at(start, drawn, epoch):
+        for indices, share in taken if goes_on else beginning_at(start, taken, epoch):
             carried.note(epoch, number + 1, streams)
-            yield Draw(epoch, list(indices) if self._batched else indices, number)
+            self._shares[number] = share
+            yield Draw(epoch, indices, number * self._world_size + self._rank)
             number += 1
         carried.note(epoch + 1, 0)
+
+    def _taken(self, drawn: Iterator[Any]) -> Iterator[Part]:
+        if self._batched:
+            return in_turn(map(list, drawn), self._rank, self._world_size, len)
+        return in_turn(drawn, self._rank, self._world_size)
 
 
 def beginning_at(start: int, drawn: Iterator[Any], epoch: int) -> Iterator[Any]:
@@ -200,112 +175,11 @@ def too_short(found: int, start: int, epoch: int) -> ConfigError:
     )
 
 
-def drawn_in(streams: OwnStreams, source: Any, enter: Callable[[OwnStreams], None]) -> Iterator[Any]:
-    """What ``source`` yields, with every call of its code made inside ``streams``.
-
-    Args:
-        enter: Called once there is an iterator, before anything is drawn from it.
-    """
-    with streams:
-        iterator = iter(source)
-    enter(streams)
-    while True:
-        with streams:
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-        yield item
-
-
 def set_epoch(parts: Sequence[Any], epoch: int) -> None:
     """Tell the epoch to those that can be told, each of them once."""
     for part in {id(part): part for part in parts}.values():
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
-
-
-class _Dataset(Protocol):
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
-class KeyedSamples:
-    """A map-style dataset seen through ``Draw`` keys: each gives one finished micro-batch.
-
-    The random streams are seeded for every sample. In the main process they are put back once the batch
-    is made. Attributes of the dataset stay within reach, for a ``worker_init_fn`` that uses them.
-
-    Args:
-        dataset: Gives a sample for an index; with ``__getitems__``, the samples of a list of them.
-        collate: Makes a batch of a list of samples.
-        seed: That of the run.
-        tell_epoch: Call the dataset's ``set_epoch``, if it has one, where the samples are made.
-    """
-
-    def __init__(self, dataset: _Dataset, collate: Callable[[Any], Any], seed: int, *, tell_epoch: bool = True) -> None:
-        vars(self).update(_dataset=dataset, _collate=collate, _seed=seed, _tell_epoch=tell_epoch, _told=None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_dataset" not in vars(self):  # unpickling asks before there is a dataset
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)
-
-    def __getitem__(self, draw: Draw) -> Any:
-        if get_worker_info() is not None:
-            return self._make(draw)
-        outside = read_streams()
-        try:
-            return self._make(draw)
-        finally:
-            write_streams(outside)
-
-    def _make(self, draw: Draw) -> Any:
-        if self._tell_epoch and draw.epoch != self._told:
-            set_epoch((self._dataset,), draw.epoch)
-            vars(self)["_told"] = draw.epoch
-        if not isinstance(draw.indices, list):
-            samples = self._sample(draw, 0, draw.indices)
-        elif _reads_batches(self._dataset):
-            samples = self._samples(draw)
-        else:
-            samples = [self._sample(draw, position, index) for position, index in enumerate(draw.indices)]
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            raise self._failure(f"The batch of samples {draw.indices}", draw, error) from error
-
-    def _sample(self, draw: Draw, position: int, index: Any) -> Any:
-        self._seed_for(draw, position, index)
-        try:
-            return self._dataset[index]
-        except Exception as error:  # an IndexError or StopIteration could end the epoch in silence
-            raise self._failure(f"Sample {index}", draw, error) from error
-
-    def _samples(self, draw: Draw) -> Any:
-        self._seed_for(draw, 0, draw.indices[0])
-        try:
-            return self._dataset.__getitems__(draw.indices)
-        except Exception as error:
-            raise self._failure(f"Samples {draw.indices}", draw, error) from error
-
-    def _failure(self, what: str, draw: Draw, error: Exception) -> RuntimeError:
-        of = f"{what} of {name_of(self._dataset)} could not be made in epoch {draw.epoch}"
-        return RuntimeError(f"{of}: {type(error).__name__}: {error}")
-
-    def _seed_for(self, draw: Draw, position: int, index: Any) -> None:
-        if draw.number is None:
-            seed_streams(derive_seed(self._seed, "sample", draw.epoch, index))
-        else:
-            seed_streams(derive_seed(self._seed, "draw", draw.epoch, draw.number, position))
-
-
-def _reads_batches(dataset: Any) -> bool:
-    while type(dataset) is Subset:  # it always has __getitems__, and uses that of its own dataset
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
 
 
 def name_of(thing: Any) -> str:

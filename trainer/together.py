@@ -1,4 +1,4 @@
-"""What the ranks of a run do in one another's presence: one acts for all, and states are put together and shared out."""
+"""What the ranks of a run do before one another: one acts for all, and states are put together and shared out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_main(ranks: DistributionStrategy, action: Callable[[], T]) -> T:
 
 
 def whole(ranks: DistributionStrategy, state: Any) -> Any:
-    """A state with every tensor of which ranks have parts put together, on rank 0; elsewhere with none worth keeping."""
+    """A state with each tensor of which ranks have parts put together on rank 0, and nothing worth keeping elsewhere."""
 
     def gathered(tensor: Tensor, key: str) -> Tensor:
         found = ranks.whole(tensor)

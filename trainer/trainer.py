@@ -24,7 +24,7 @@ from ..strategies.precision import PrecisionStrategy
 from ..strategies.scaler import GradScalerConfig
 from . import state
 from .checkpoint import CheckpointState, read_checkpoint
-from .describe import describe
+from .describe import class_of, describe
 from .loop import train
 from .newest import delete_checkpoint, newest_checkpoint, whole_checkpoints
 from .optimizer import OptimizerFactory
@@ -217,7 +217,7 @@ class Trainer(RunView):
         old = None if checkpoint is None else run_of(checkpoint)
         self._run, self._status = run, "running"
         try:
-            run_dir = self._run_dir or old or new_name(type(run.policy).__name__)
+            run_dir = self._run_dir or old or new_name(class_of(run.policy).__name__)
             run.run_dir = self.distribution.broadcast(run_dir.absolute())
             if saved is not None and checkpoint is not None:
                 self._plan.notes += state.restore(run, saved, checkpoint, changes)
@@ -238,6 +238,7 @@ class Trainer(RunView):
                 self._fail_with_others(run)
             self._status = "completed" if run.stop_reason is None else "stopped"
             self.callbacks.call("on_fit_end", self, run.policy)
+            self.wait_for_checkpoint()  # so that it is there for every rank
         except BaseException as error:
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.distribution.is_lost(error):
@@ -404,7 +405,7 @@ class Trainer(RunView):
         Raises:
             CheckpointError: It failed.
         """
-        self._active.saver.wait()
+        on_main(self.distribution, self._active.saver.wait)
 
     def checkpoints(self) -> list[Path]:
         """The whole checkpoints of the run, oldest first."""
@@ -450,10 +451,10 @@ class Trainer(RunView):
         Raises:
             ConfigError: There is no validation data, or no batch in it.
         """
-        adapter, data = prepare_validation(policy, val_data, self._settings, self.device, self.facts)
-        adapter.attach(self.log)
-        try:
-            with self._standing(policy, "validate"):
+        with self._standing(policy, "validate"):
+            adapter, data = prepare_validation(policy, val_data, self._settings, self)
+            adapter.attach(self.log)
+            try:
                 metrics = validate(self, adapter, data, seed=self._settings.seed or 0)
                 if not metrics:
                     raise ConfigError(
@@ -461,8 +462,8 @@ class Trainer(RunView):
                     )
                 self._metrics.update(metrics)
                 self.callbacks.call("on_validation_end", self, policy)
-        finally:
-            adapter.detach()
+            finally:
+                adapter.detach()
         return metrics
 
     def evaluate(self, policy: nn.Module, env: Any, episodes: int = 50, *, seed: int = 10_000) -> RolloutReport:

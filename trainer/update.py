@@ -122,6 +122,7 @@ class Updater:
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
             self._distribution.sync_buffers(self._policy)
+            self.agreement.speak()
             self._distribution.reduce_max(self._flags)
         self.applied += 1
         self.half_applied = True
@@ -166,6 +167,7 @@ class Updater:
         drawn = self._counters.micro_batches
         self._mailbox.slots[0].fill_(1.0)
         self.agreement.fail()
+        self.agreement.speak()
         self._distribution.sync_buffers(self._policy)
         self._distribution.reduce_max(self._flags)
         self.applied += 1

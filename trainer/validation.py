@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .data import count_samples
-from .metrics import scalar
+from .data import count_samples, counted
+from .metrics import added, scalar
 from .policy import PolicyAdapter
 from .rng import derive_seed, seed_everything
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SampleMeans:
-    """Means over samples: each batch weighs as much as it has samples. NaN stays NaN."""
+    """Means over samples: each batch weighs as much as it has samples, one that only pads not at all. NaN stays NaN."""
 
     def __init__(self) -> None:
         self.samples = 1
@@ -30,14 +30,17 @@ class SampleMeans:
         Raises:
             ConfigError: It is neither.
         """
-        self._values.setdefault(name, []).append((scalar(name, value), self.samples))
+        value = scalar(name, value)
+        if self.samples:
+            self._values.setdefault(name, []).append((value, self.samples))
 
-    def read(self) -> dict[str, float]:
-        """The means by name; waits for the device."""
-        return {
-            name: sum(float(value) * n for value, n in values) / sum(n for _, n in values)
+    def read(self, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
+        """The means by name, over what all ranks ``gather``; waits for the device."""
+        sums = {
+            name: [sum(float(value) * n for value, n in values), float(sum(n for _, n in values))]
             for name, values in self._values.items()
         }
+        return {name: total / count for name, (total, count) in added(gather(sums)).items()}
 
 
 def validate(trainer: Trainer, adapter: PolicyAdapter, data: Iterable[Any], *, seed: int) -> dict[str, float]:
@@ -50,11 +53,11 @@ def validate(trainer: Trainer, adapter: PolicyAdapter, data: Iterable[Any], *, s
     with trainer.evaluating(policy), trainer.collecting(means.add), torch.no_grad():
         seed_everything(derive_seed(seed, "validation"))
         callbacks.call("on_validation_start", trainer, policy)
-        for index, batch in enumerate(trainer.device.stream(data)):
+        for index, (batch, counts) in enumerate(trainer.device.stream(counted(data))):
             callbacks.call("on_validation_batch_start", trainer, policy, batch, index)
-            means.samples = count_samples(batch)
+            means.samples = count_samples(batch) if counts else 0
             outputs = trainer.precision.forward(adapter.validation_step, batch, index)
             for name, value in outputs.items():
                 means.add(f"val/{name}", value)
             callbacks.call("on_validation_batch_end", trainer, policy, outputs, batch, index)
-    return means.read()
+    return means.read(trainer.distribution.gather)

@@ -41,6 +41,8 @@ class ActPolicy(nn.Module):
         ConfigError: ``execute`` is not in 1..chunk.
     """
 
+    fsdp_units = ("TransformerDecoderLayer",)  # gathered one at a time by trainer.distributed: fsdp
+
     obs_mean_F: Tensor
     obs_std_F: Tensor
     action_mean_A: Tensor

@@ -18,7 +18,9 @@ from policyfit.callbacks import (
 )
 from policyfit.strategies import (
     BF16,
+    DDP,
     FP16,
+    FSDP,
     CallbackError,
     CheckpointError,
     ConfigError,
@@ -43,8 +45,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BF16",
+    "DDP",
     "EMA",
     "FP16",
+    "FSDP",
     "TF32",
     "BF16Support",
     "CPUDevice",

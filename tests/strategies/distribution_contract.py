@@ -1,17 +1,16 @@
 """What every distribution strategy promises, in each of its processes.
 
-Run it on your own in every process of a launched run: ``for promise in PROMISES: promise(MyDistribution)``. Each promise
-takes a function that makes the strategy, not yet set up, and raises AssertionError where it is broken. Numbers here
-are small multiples of powers of two, so that sums are exact in any order and "equal" means bit for bit.
+Run it on your own in every process of a launched run: ``for promise in PROMISES: promise(MyDistribution)``. Each
+promise takes a function that makes the strategy, not yet set up, and raises AssertionError where it is broken. Numbers
+here are small multiples of powers of two, so that sums are exact in any order and "equal" means bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -151,7 +150,7 @@ def a_window_that_was_broken_off_does_not_mute_the_next(make: Make) -> None:
     with joined(make) as strategy:
         policy = Toy()
         module = strategy.wrap(policy)
-        with pytest.raises(KeyError), strategy.accumulating(module):
+        with suppress(KeyError), strategy.accumulating(module):
             raise KeyError
         module(own(all_samples(), strategy)).backward()
         assert_equal(whole_gradients(strategy, policy), expected_gradients())
@@ -174,7 +173,7 @@ def it_knows_the_norm_of_each_whole_gradient(make: Make) -> None:
         module = strategy.wrap(policy)  # kept: DDP averages for as long as its wrapper lives
         module(own(all_samples(), strategy)).backward()
         local = [strategy.local(p.grad) for p in policy.parameters() if p.grad is not None]
-        norms = strategy.norms(torch.stack(torch._foreach_norm(local)))  # type: ignore[arg-type]
+        norms = strategy.norms(torch.stack(torch._foreach_norm(local)))
         assert (norms.dtype, norms.shape) == (torch.float32, (len(local),))
         wanted = torch.stack([gradient.norm() for gradient in expected_gradients()])
         torch.testing.assert_close(norms, wanted, rtol=1e-6, atol=0.0)  # the order of squares
@@ -248,11 +247,10 @@ def a_rank_runs_alone_inside_whole_weights(make: Make) -> None:
         module = strategy.wrap(policy)
         wanted = float(Toy()(all_samples()).detach())
         for trained in (False, True):
-            with pytest.raises(KeyError), strategy.whole_weights(policy):
+            with suppress(KeyError), strategy.whole_weights(policy), torch.no_grad():
                 if strategy.is_main:
-                    with torch.no_grad():
-                        assert float(policy(all_samples())) == wanted
-                        assert float(policy.training_step(all_samples(), 2)) == 2 * wanted
+                    assert float(policy(all_samples())) == wanted
+                    assert float(policy.training_step(all_samples(), 2)) == 2 * wanted
                 raise KeyError
             module(own(all_samples(), strategy)).backward()
             assert_equal(whole_gradients(strategy, policy), expected_gradients())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyfit.strategies.checks import is_whole, number, seed_number, whole
+from policyfit.strategies.checks import is_whole, number, seed_number, true_or_false, whole
 from policyfit.strategies.errors import ConfigError
 
 
@@ -57,3 +57,14 @@ def test_what_is_no_seed_is_refused(value: Any) -> None:
 def test_every_seed_that_the_streams_take_passes() -> None:
     for value in (0, 1, 2**63 - 1):
         seed_number("seed", value)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_true_and_false_are_taken(value: bool) -> None:
+    true_or_false("EMA.warmup", value)
+
+
+@pytest.mark.parametrize("value", ["false", "no", 0, 1, 0.5, None])
+def test_what_is_only_taken_for_true_or_false_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"EMA\.warmup must be true or false, got .*\n.*default"):
+        true_or_false("EMA.warmup", value)

@@ -24,10 +24,11 @@ from torch.utils.data import (
 )
 from toys import Augmented, Ids
 
-from policyfit.strategies.errors import ConfigError, DistributedError
+from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.facts import MachineFacts
 from policyfit.trainer.data import TrainingData, count_samples, training_data, validation_loader
-from policyfit.trainer.sampler import epoch_order, read_streams
+from policyfit.trainer.sampler import epoch_order
+from policyfit.trainer.streams import read_streams
 
 
 class Failing(Ids):
@@ -717,11 +718,6 @@ def test_a_dataset_on_an_accelerator_is_refused_for_forked_workers() -> None:
     with pytest.raises(ConfigError, match=r"TensorDataset.tensors is on meta.*\n.*workers=0"):
         data_of(DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))
     assert len(list(data_of(dataset).epoch(0))) == 1
-
-
-def test_several_processes_are_refused() -> None:
-    with pytest.raises(DistributedError, match="process 1 of 2"):
-        data_of(Ids(4), rank=1, world_size=2)
 
 
 # Validation

@@ -541,4 +541,4 @@ def test_the_number_of_live_tensors_does_not_grow_with_the_steps(precision: str)
     counting = Counting()
     fit(Reports(), precision=precision, max_steps=201, log_every=10, callbacks=[counting], clip_norm=1.0)
     assert len(counting.counts) == 4
-    assert max(counting.counts) - min(counting.counts) <= 5
+    assert max(counting.counts) - counting.counts[0] <= 5  # fewer may be left of tests before this one

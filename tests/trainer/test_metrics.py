@@ -76,7 +76,7 @@ def test_neither_graphs_nor_large_tensors_are_kept_alive() -> None:
         means.add("loss", (weight * 2).sum())
         means.add("first", (weight * 2)[0])
         means.add("detached", (weight * 2).detach()[0])
-    held = [t for values in means._scalars.values() for t in values]
+    held = [t for values in means._scalars.values() for t, _ in values]
     assert len(held) == 60
     assert all(t.grad_fn is None and t.untyped_storage().nbytes() == t.element_size() for t in held)
 
@@ -112,3 +112,17 @@ def test_one_name_may_come_from_two_devices() -> None:
     means.add("a", torch.tensor(1.0, device="cuda"))
     means.add("a", torch.tensor(3.0))
     assert means.read() == {"a": 2.0}
+
+
+def test_values_weigh_as_much_as_they_are_said_to_and_nothing_at_0() -> None:
+    means = Means()
+    for value, weight in ((torch.tensor(1.0), 1.0), (torch.tensor(4.0), 2.0), (math.nan, 0.0), (7.0, 1.0)):
+        means.add("loss", value, weight)
+    assert means.read() == {"loss": 4.0}
+
+
+def test_means_over_ranks_are_those_of_all_their_values() -> None:
+    means = Means()
+    means.add("loss", 1.0)
+    other = {"loss": [8.0, 2.0], "only there": [3.0, 1.0]}
+    assert means.read(lambda own: [own, other]) == {"loss": 3.0, "only there": 3.0}

@@ -99,3 +99,12 @@ def test_a_class_in_a_list_may_be_its_path_alone_and_is_built() -> None:
     assert Path("out/checkpoints/last/pretrained_model_ema").is_dir()
     printed = policyfit("fit", "out/config.yaml", "--print_config").out
     assert "class_path: policyfit.EMA" in printed
+
+
+def test_the_folders_of_modules_of_all_layers_are_kept() -> None:
+    here = Path.cwd()
+    config = _read("code: [parts]\n", "code: [., ../other]\n", words=(("code", "[lab]"),))
+    assert config.values["code"] == [str(here / "parts"), str(here), str(here.parent / "other"), str(here / "lab")]
+    for layers, words in ((["code+: [parts]\n"], ()), (["code: [.]\n"], (("code+", "[lab]"),))):
+        with pytest.raises(ConfigError, match=r"code\+ is not needed: the folders of all layers are kept"):
+            _read(*layers, words=words)

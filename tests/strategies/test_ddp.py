@@ -1,0 +1,293 @@
+"""DDP in several processes: the contract, what it adds, and how ranks lose each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from distribution_contract import CPU, PROMISES, Toy, all_samples, assert_equal, expected_gradients, joined, own
+from processes import outcomes_of, run
+from torch import Tensor, nn
+
+from policyfit.strategies import group
+from policyfit.strategies.ddp import DDP
+from policyfit.strategies.errors import ConfigError, DistributedError
+
+BY_NAME = {promise.__name__: promise for promise in PROMISES}
+
+
+def error_of(function: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def keep(name: str) -> None:
+    BY_NAME[name](DDP)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_ddp_keeps_the_promise(name: str) -> None:
+    run(keep, name)
+
+
+# Gradients ---------------------------------------------------------------------------------------------------
+
+
+def count_reductions() -> list[int]:
+    with joined(DDP) as strategy:
+        policy = Toy()
+        module: Any = strategy.wrap(policy)
+        sent: list[int] = []
+
+        def hook(bucket: Any) -> torch.futures.Future[Tensor]:
+            sent[-1] += 1
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        module.register_comm_hook(None, lambda state, bucket: hook(bucket))
+        for micro_batch in range(4):
+            sent.append(0)
+            with strategy.accumulating(module) if micro_batch % 2 == 0 else nullcontext():
+                module(all_samples()).backward()
+        return sent
+
+
+def test_ddp_sends_gradients_once_a_window() -> None:
+    first, second = run(count_reductions)
+    assert first == second == [0, 1, 0, 1]
+
+
+class Partly(nn.Module):
+    """A policy that leaves ``unused`` out, or from its second forward on ``sometimes``."""
+
+    def __init__(self, *, later: bool) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.later, self.calls = later, 0
+
+    def forward(self, data: Tensor) -> Tensor:
+        self.calls += 1
+        loss = self.used(data).mean()
+        if self.later and self.calls < 2:
+            loss = loss + self.unused(data).mean()
+        result: Tensor = loss
+        return result
+
+
+def train_partly(later: bool, look: bool) -> tuple[str, str]:
+    with joined(lambda: DDP(find_unused_parameters=look)) as strategy:
+        policy = Partly(later=later)
+        module = strategy.wrap(policy)
+
+        def updates() -> None:
+            for _ in range(4):
+                try:
+                    module(all_samples()).backward()
+                except RuntimeError as error:
+                    raise (strategy.lost(error) if strategy.is_lost(error) else error) from None
+                strategy.reduce_max(torch.zeros(2))
+                policy.zero_grad()
+
+        return error_of(updates)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_ddp_names_parameters_that_got_no_gradient(later: bool) -> None:
+    for kind, message in run(train_partly, later, False):
+        assert kind == (DistributedError if later else ConfigError).__name__
+        assert "not averaged: unused.weight, unused.bias.\nUse them in the loss, freeze them" in message
+
+
+def test_ddp_trains_with_unused_parameters_when_told_to_look() -> None:
+    assert run(train_partly, True, True) == [("", ""), ("", "")]
+
+
+def train_in_one_bucket_view() -> None:
+    with joined(DDP) as strategy:
+        policy = Toy()
+        module = strategy.wrap(policy)
+        for _ in range(3):
+            module(own(all_samples(), strategy)).backward()
+            gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+            assert_equal(gradients, expected_gradients())
+            torch._foreach_mul_(gradients, torch.tensor(0.5))
+            torch._foreach_clamp_min_(gradients, -1.0)
+            assert min(float(g.min()) for g in gradients) >= -1.0
+            for parameter in policy.parameters():
+                parameter.grad = None
+
+
+def test_ddp_gradients_can_be_scaled_and_dropped_in_place() -> None:
+    run(train_in_one_bucket_view)
+
+
+# Setting up --------------------------------------------------------------------------------------------------
+
+
+def build_unlike() -> tuple[str, str]:
+    with joined(DDP) as strategy:
+        policy = nn.Linear(3 + strategy.rank, 1)
+        return error_of(lambda: strategy.wrap(policy))
+
+
+def test_policy_that_differs_between_ranks_is_refused_by_rank() -> None:
+    for kind, message in run(build_unlike):
+        assert (kind, message.splitlines()[0][:47]) == (
+            "DistributedError",
+            "Rank 1 built another policy than rank 0: names,",
+        )
+
+
+def move_a_buffer() -> tuple[str, str]:
+    with joined(DDP) as strategy:
+        policy = Toy()
+        strategy.wrap(policy)
+        policy.mean = torch.zeros(3, device="meta")
+        return error_of(lambda: strategy.sync_buffers(policy))
+
+
+def test_buffer_that_left_the_device_is_named() -> None:
+    for kind, message in run(move_a_buffer):
+        assert kind == "DistributedError"
+        assert message.startswith("The buffer mean is on meta, but the run is on cpu.\nFill it in place")
+
+
+def set_up_accelerate_first(alone: bool) -> tuple[str, str]:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    Accelerator(cpu=not alone, mixed_precision="no" if alone else "bf16")
+    strategy = DDP()
+
+    def begin() -> None:
+        strategy.setup(CPU)
+        strategy.wrap(Toy())
+
+    try:
+        return error_of(begin)
+    finally:
+        strategy.teardown()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_accelerate_that_was_set_up_otherwise_is_refused(alone: bool) -> None:
+    for kind, message in run(set_up_accelerate_first, alone):
+        assert kind == "DistributedError"
+        assert message.startswith("accelerate was already set up in this process")
+
+
+def join_a_group_of_others() -> bool:
+    torch.distributed.init_process_group("gloo")
+    with joined(DDP) as strategy:
+        assert strategy.gather(strategy.rank) == [0, 1]
+    return torch.distributed.is_initialized()
+
+
+def test_group_that_was_there_is_used_and_left() -> None:
+    assert run(join_a_group_of_others) == [True, True]
+
+
+def wait_for_a_rank_that_never_comes() -> tuple[str, str]:
+    if os.environ["RANK"] == "1":
+        return "", ""
+    return error_of(lambda: DDP(timeout=2).setup(CPU))
+
+
+def test_ranks_that_do_not_find_each_other_give_up_in_time() -> None:
+    (kind, message), _ = run(wait_for_a_rank_that_never_comes)
+    assert kind == "DistributedError"
+    assert message.startswith("The processes of this run did not find each other within 2 s")
+
+
+def take_the_wrong_device() -> tuple[str, str]:
+    return error_of(lambda: DDP().setup(torch.device("cpu", 1 - int(os.environ["LOCAL_RANK"]))))
+
+
+def test_rank_on_the_device_of_another_is_refused() -> None:
+    for rank, (kind, message) in enumerate(run(take_the_wrong_device)):
+        assert kind == "DistributedError"
+        assert f"Rank {rank} is local rank {rank} of its machine, but its device is cpu:{1 - rank}" in message
+
+
+# Losing each other -------------------------------------------------------------------------------------------
+
+
+def train_until_something_happens(what: str) -> tuple[str, bool, int]:
+    group._PATIENCE_S = 1.5 if what == "sleep" else 3.0
+    strategy = DDP(timeout=4 if what == "sleep" else 60)
+    strategy.setup(CPU)
+    policy = Toy()
+    module = strategy.wrap(policy)
+    try:
+        for update in range(10):
+            module(own(all_samples(), strategy)).backward()
+            if update == 3 and strategy.rank == 1:
+                if what == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "sleep":
+                    time.sleep(6.5)
+                if what == "raise":
+                    raise ValueError("a bad sample")
+            policy.zero_grad()
+    except RuntimeError as error:
+        lost = strategy.lost(error)
+        strategy.teardown()
+        return str(lost), strategy.is_lost(error), lost.exit_code
+    except ValueError as error:
+        strategy.report(error)
+        strategy.teardown()
+        raise
+    raise AssertionError("nothing happened")
+
+
+def test_rank_that_was_killed_is_named_by_every_other_in_time() -> None:
+    first, dead, last = outcomes_of(train_until_something_happens, "kill", ranks=3, limit_s=40)
+    assert dead.exit_code == -signal.SIGKILL
+    for survivor in (first, last):
+        message, *rest = survivor.value
+        assert rest == [True, 1]
+        assert message.startswith("Rank 1 no longer answers: called for 3 s after RuntimeError: ")
+        assert message.endswith("Start the run again with --resume: it goes on from the last checkpoint.")
+
+
+def test_rank_that_raised_tells_the_others_why() -> None:
+    first, raised = outcomes_of(train_until_something_happens, "raise", limit_s=40)
+    assert "ValueError: a bad sample" in raised.error
+    assert first.value[0] == "Rank 1 failed: ValueError: a bad sample"
+
+
+def test_rank_that_is_busy_elsewhere_is_named_when_the_time_is_up() -> None:
+    first, _ = outcomes_of(train_until_something_happens, "sleep", limit_s=40)
+    message = first.value[0]
+    assert message.startswith("A collective failed after at most 4 s (timeout); Rank 1 did not join it.")
+    assert "use DDP(timeout=...) with more seconds" in message
+
+
+def lose_the_store() -> str:
+    strategy = DDP(timeout=3)
+    strategy.setup(CPU)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Broken pipe")
+
+    assert strategy._roll_call is not None
+    strategy._roll_call._store = Gone()  # type: ignore[assignment]
+    strategy.report(ValueError("nobody hears it"))
+    message = str(strategy.lost(RuntimeError("/gloo/ Connection reset")))
+    strategy.teardown()
+    return message
+
+
+def test_store_that_is_gone_is_told_and_ends_no_report() -> None:
+    for message in run(lose_the_store):
+        assert "the place where they meet (MASTER_ADDR) no longer answers" in message

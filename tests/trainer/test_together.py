@@ -1,0 +1,248 @@
+"""Runs of several processes: the same run as one, agreed by all, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import outcomes_of, run
+from ranks import OPTIMIZERS, Fails, Policy, Stops, train
+from torch import Tensor
+
+from policyfit import load
+from policyfit.trainer.checkpoint import read_checkpoint
+
+
+def weights(result: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of the last checkpoint, whole."""
+    return read_checkpoint(Path(result["last"])).model
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def job(folder: str, distributed: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return train(f"{folder}/run", distributed, **settings)
+
+
+def alone(folder: Path, **settings: Any) -> dict[str, Any]:
+    """One process that sees as many samples in an update as two do."""
+    return train(str(folder / "alone"), "none", **{"batch_size": 8, **settings})
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_two_ranks_make_the_run_of_one_with_the_same_global_batch(tmp_path: Path, distributed: str) -> None:
+    settings = {"steps": 13, "val": True, "val_every": 6, "ema": True, "accumulate": 1}
+    one = alone(tmp_path, **settings)
+    ranks = run(job, str(tmp_path), distributed, settings)
+    for step, ids in enumerate(one["ids"]):
+        together = ranks[0]["ids"][step] + ranks[1]["ids"][step]
+        assert ids == together[: len(ids)]  # what is more pads an epoch's end, and counts for nothing
+    close(weights(ranks[0]), weights(one))
+    close(*[read_checkpoint(Path(r["last"])).models["ema"] for r in (ranks[0], one)])
+    assert ranks[0]["records"] == ranks[1]["records"]
+    for found, expected in zip(ranks[0]["records"], one["records"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert ranks[0]["step"] == ranks[1]["step"] == one["step"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_overflow_on_one_rank_skips_on_all_and_moves_the_scale_of_all(
+    tmp_path: Path, distributed: str, optimizer: str
+) -> None:
+    settings = {"precision": "fp16", "optimizer": optimizer, "poisoned": (3, 17), "steps": 6}
+    one = alone(tmp_path, **settings)
+    ranks = run(job, str(tmp_path), distributed, settings)
+    assert ranks[0]["outcomes"] == ranks[1]["outcomes"] == one["outcomes"]
+    assert ranks[0]["skipped"] == one["skipped"] > 0
+    close(weights(ranks[0]), weights(one), 2e-3)  # 16 bits round each rank's half differently
+
+
+def edited(folder: str, distributed: str, precision: str) -> dict[str, Any]:
+    from ranks import Edits
+
+    return train(f"{folder}/run", distributed, precision=precision, steps=5, extra=[Edits(rank=1, update=2)])
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_gradient_that_goes_bad_after_the_reduction_on_one_rank_skips_on_all(
+    tmp_path: Path, distributed: str, precision: str
+) -> None:
+    ranks = run(edited, str(tmp_path), distributed, precision)
+    assert ranks[0]["outcomes"] == ranks[1]["outcomes"]
+    assert [reason for _, reason, _ in ranks[0]["outcomes"]] == [None, None, "non_finite", None, None, None]
+    scales = {scale for *_, scale in ranks[0]["outcomes"]}
+    assert scales == ({None} if precision == "no" else {256.0, 512.0})  # an edit says nothing about the scale
+    assert all(math.isfinite(float(value.sum())) for value in weights(ranks[0]).values())
+
+
+def stopped(folder: str, distributed: str, rank: int) -> Any:
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[Stops(rank=rank, after=3)])
+    except SystemExit as end:
+        return end.code, read_checkpoint(Path(f"{folder}/run/checkpoints/last")).manifest["counters"]["step"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_stop_that_one_rank_asks_for_ends_all_after_the_same_update(
+    tmp_path: Path, distributed: str, rank: int
+) -> None:
+    assert run(stopped, str(tmp_path), distributed, rank) == [(143, 5), (143, 5)]
+
+
+def failed(folder: str, distributed: str, where: str) -> dict[str, Any]:
+    extra = [] if where == "data" else [Fails(rank=1, hook=where, micro_batch=6)]
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=extra, **({"fails_at": 20} if where == "data" else {}))
+    except BaseException as error:
+        return {"error": type(error).__name__, "text": str(error), "own": getattr(error, "of_this_rank", False)}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("where", "last"), [("on_train_batch_start", 8), ("on_after_backward", 8), ("on_before_optimizer_step", 7)]
+)
+def test_error_on_one_rank_ends_all_in_order_saved_and_told(tmp_path: Path, where: str, last: int) -> None:
+    ranks = run(failed, str(tmp_path), "ddp", where, limit_s=40.0)
+    assert ranks[1] == {"error": "RuntimeError", "text": "only on this rank", "own": True}
+    assert ranks[0]["error"] == "DistributedError"
+    assert f"Rank 1 failed, so all ended after update {last}: RuntimeError: only on this rank" in ranks[0]["text"]
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
+    assert saved.manifest["counters"]["step"] == last - 2  # two updates, of which no rank's weights know
+
+
+def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
+    ranks = run(failed, str(tmp_path), "ddp", "data", limit_s=40.0)
+    texts = [rank["text"] for rank in ranks]
+    assert sum("the disk of this rank is gone" in text for text in texts) == 2
+    assert sorted(rank["error"] for rank in ranks) == ["DistributedError", "RuntimeError"]
+    steps = run(job, str(tmp_path), "ddp", {"steps": 12, "resume": "last"})
+    assert [rank["step"] for rank in steps] == [12, 12]
+
+
+def test_error_on_one_rank_of_a_sharded_run_ends_all_in_time(tmp_path: Path) -> None:
+    ranks = run(failed, str(tmp_path), "fsdp", "on_after_backward", limit_s=60.0)
+    assert ranks[1]["text"] == "only on this rank"
+    assert ranks[0]["error"] == "DistributedError"
+    assert "only on this rank" in ranks[0]["text"]
+
+
+def killed(folder: str, distributed: str) -> str:
+    from ranks import Dies
+
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[Dies(rank=1, micro_batch=5)])
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_death_of_a_rank_ends_the_others_with_its_number_and_the_run_can_go_on(
+    tmp_path: Path, distributed: str
+) -> None:
+    ranks = outcomes_of(killed, str(tmp_path), distributed, limit_s=60.0)
+    assert ranks[1].exit_code == -9
+    assert ranks[0].exit_code == 0
+    assert ranks[0].value.startswith("DistributedError: ")
+    assert "1" in ranks[0].value.splitlines()[0]
+    settings = {"steps": 8, "dropout": 0.3}
+    del settings["dropout"]
+    resumed = run(job, str(tmp_path), distributed, {**settings, "resume": "last"})
+    straight = run(job, str(tmp_path / "straight"), distributed, settings)
+    same(weights(resumed[0]), weights(straight[0]))
+
+
+FULL = {"steps": 10, "dropout": 0.3, "precision": "fp16", "norm": True, "ema": True, "accumulate": 2, "batch_size": 2}
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_resume_on_as_many_ranks_is_exact(tmp_path: Path, distributed: str) -> None:
+    settings = {**FULL, "norm": distributed == "ddp"}
+    straight = run(job, str(tmp_path / "straight"), distributed, settings)
+    run(job, str(tmp_path), distributed, {**settings, "steps": 5})
+    resumed = run(job, str(tmp_path), distributed, {**settings, "resume": "last"})
+    same(weights(resumed[0]), weights(straight[0]))
+    for mine, theirs in zip(resumed, straight, strict=True):
+        assert mine["ids"] == theirs["ids"][-len(mine["ids"]) :]
+    mine, theirs = (read_checkpoint(Path(r[0]["last"])) for r in (resumed, straight))
+    same(mine.models["ema"], theirs.models["ema"])
+    same(mine.rng, theirs.rng)
+    same(mine.rng_of_others[0], theirs.rng_of_others[0])
+    for index, entry in mine.optimizers[0]["state"].items():
+        same(entry, theirs.optimizers[0]["state"][index])
+    assert mine.scaler == theirs.scaler
+
+
+WAYS = [
+    ("ddp", 2, "none", 1),
+    ("none", 1, "ddp", 2),
+    ("fsdp", 2, "none", 1),
+    ("ddp", 2, "fsdp", 2),
+    ("fsdp", 2, "ddp", 2),
+]
+
+
+@pytest.mark.parametrize(("before", "ranks_before", "after", "ranks_after"), WAYS)
+def test_run_goes_on_with_other_ranks_and_says_so(
+    tmp_path: Path, before: str, ranks_before: int, after: str, ranks_after: int
+) -> None:
+    one = alone(tmp_path, steps=9)
+
+    def part(distributed: str, count: int, **settings: Any) -> list[Any]:
+        settings |= {"batch_size": 8 // count}
+        if count == 1:
+            return [train(f"{tmp_path}/run", "none", **settings)]
+        return run(job, str(tmp_path), distributed, settings)
+
+    part(before, ranks_before, steps=4)
+    results = part(after, ranks_after, steps=9, resume="last")
+    close(weights(results[0]), weights(one))
+    if ranks_before != ranks_after:
+        assert f"ranks were {ranks_before} and are now {ranks_after}" in results[0]["plan"]
+    assert load(f"{tmp_path}/run", device="cpu", policy=Policy()).training is False
+
+
+def test_three_and_four_ranks_load_what_two_saved_in_shards(tmp_path: Path) -> None:
+    run(job, str(tmp_path), "fsdp", {"steps": 3, "batch_size": 12})
+    for steps, count in ((4, 3), (5, 4)):
+        results = run(
+            job, str(tmp_path), "fsdp", {"steps": steps, "batch_size": 24 // count, "resume": "last"}, ranks=count
+        )
+        assert {result["step"] for result in results} == {steps}
+    one = alone(tmp_path, steps=5, batch_size=24)
+    close(weights(results[0]), weights(one))
+
+
+def evaluated(folder: str, distributed: str) -> Any:
+    from ranks import Rolls
+
+    rolls = Rolls(every=2)
+    result = train(f"{folder}/run", distributed, steps=4, extra=[rolls])
+    return rolls.reports, [r for r in result["records"] if "rollout/return" in r]
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rollouts_are_shared_and_their_report_is_that_of_one(tmp_path: Path, distributed: str) -> None:
+    pytest.importorskip("gymnasium")
+    (reports, records), (other, _) = run(evaluated, str(tmp_path), distributed)
+    assert reports == other
+    assert [report["seeds"] for report in reports] == [list(range(10_000, 10_005))] * 2
+    assert len(records) == 2
+    expected, _ = evaluated(str(tmp_path / "one"), "none")
+    assert [r["lengths"] for r in reports] == [r["lengths"] for r in expected]
