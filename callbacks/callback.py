@@ -39,6 +39,9 @@ class Callback:
     #: Settle every update at once, so that ``on_update_end`` comes before anything else: one wait per update.
     needs_outcome_now = False
 
+    #: Come last in ``on_due``: a save is to know what the others do at its step.
+    due_last = False
+
     @property
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint; two callbacks of a run cannot share it."""
@@ -168,7 +171,9 @@ class CallbackList:
         self.bound: dict[str, tuple[Bound, ...]] = {
             hook: tuple(getattr(c, hook) for c in self._callbacks if _overrides(c, hook)) for hook in HOOKS
         }
-        self.with_due = tuple(c for c in self._callbacks if _overrides(c, "due"))
+        self.with_due = tuple(
+            sorted((c for c in self._callbacks if _overrides(c, "due")), key=lambda callback: callback.due_last)
+        )
         self._around_evaluation = tuple(c for c in self._callbacks if _overrides(c, "around_evaluation"))
         self.need_outcome_now = any(c.needs_outcome_now for c in self._callbacks)
 

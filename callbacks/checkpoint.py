@@ -28,7 +28,7 @@ class Checkpoint(Callback):
 
     Args:
         every_steps: Steps between saves; 0 or ``None`` is never.
-        every_minutes: Minutes since the save before, looked at after each step (with several ranks: at each log record);
+        every_minutes: Minutes since the save before, looked at after each step, with several ranks at each log record;
             0 or ``None`` is never.
         keep: How many of the newest are kept, at least 1; ``None`` keeps all.
         keep_every: Steps; a checkpoint at a multiple of it is kept for good. 0 or ``None`` is none.
@@ -42,6 +42,8 @@ class Checkpoint(Callback):
         remote: An fsspec URL, such as ``"s3://bucket/run"``, where a copy of the run's folder is kept in the same way:
             its checkpoints, ``config.yaml`` and ``metrics.jsonl``.
     """
+
+    due_last = True
 
     def __init__(
         self,
@@ -68,6 +70,10 @@ class Checkpoint(Callback):
             raise ConfigError(
                 f"Checkpoint.mode must be 'min' or 'max', got {mode!r}.\nUse 'min' where smaller is better."
             )
+        if remote is not None and not (isinstance(remote, str) and "://" in remote):
+            raise ConfigError(
+                f"Checkpoint.remote must be a URL, got {remote!r}.\nA folder of this machine is written file:///FOLDER."
+            )
         self.every_steps, self.every_minutes = every_steps or 0, every_minutes or 0
         self.keep, self.monitor, self.mode, self.background = keep, monitor, mode, background
         self.keep_every, self.save_on_exception = keep_every or 0, save_on_exception
@@ -81,9 +87,28 @@ class Checkpoint(Callback):
         self._is_alone, self._main_says_so = True, False
 
     def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
-        """Nothing can be saved before ``on_fit_start``."""
+        """Nothing can be saved before ``on_fit_start``.
+
+        Raises:
+            ConfigError: What is at ``remote`` is another run's, or further than this one; or it cannot be reached.
+        """
         if stage == "fit":
             self._has_begun = False
+            if self.remote is not None:
+                self._check_remote(trainer, self.remote)
+
+    def _check_remote(self, trainer: Trainer, url: str) -> None:
+        copy = trainer.remote_run(url)
+        found = None
+        if not copy.is_own():
+            found = "the checkpoints of another run"
+        elif (names := copy.names()) and int(names[-1]) > trainer.step:
+            found = f"checkpoint {names[-1]} of this run, which goes on from step {trainer.step}"
+        if found:
+            raise ConfigError(
+                f"{url} already holds {found}, and nothing of it is overwritten.\n"
+                f"Go on with it by resume={url!r} in a new run_dir, or choose another URL."
+            )
 
     def due(self, step: int) -> bool:
         """At the interval, when the minutes are over, and at a new best; once a step."""
@@ -104,16 +129,7 @@ class Checkpoint(Callback):
             self._main_says_so = trainer.distribution.broadcast(self._minutes_are_over())
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
-        """The clock starts, and a run from step 0 has no best yet.
-
-        Raises:
-            ConfigError: A new run would mix its checkpoints with those of another at ``remote``.
-        """
-        if self.remote is not None and trainer.remote_run(self.remote).names() and not trainer.resumed:
-            raise ConfigError(
-                f"{self.remote} already holds the checkpoints of a run, and nothing of it is overwritten.\n"
-                f"Go on with it by resume={self.remote!r}, or choose another URL."
-            )
+        """The clock starts, and a run from step 0 has no best yet."""
         self._improved_step = self._saved_step = None
         self._saved_at = time.monotonic()
         self._has_begun = True
@@ -158,20 +174,31 @@ class Checkpoint(Callback):
 
     def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save, and delete what is not to be kept, once what replaces it is complete."""
-        self._save(trainer, background=self.background)
+        self._save(trainer, background=self.background, remote=self.remote)
+        if not self.background:
+            self._delete_others(trainer)
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
-        """Save the final state, unless the last save was at this very step."""
-        if trainer.step != self._saved_step:
-            self._save(trainer, background=False)
+        """Save the final state, unless the last save was at this very step and has the weights as a whole.
+
+        Raises:
+            CheckpointError: It could not be written, or not be copied to ``remote``.
+        """
+        if trainer.step != self._saved_step or trainer.distribution.saves_shards:
+            self._save(trainer, background=False, remote=None, consolidated=True)
         else:
             trainer.wait_for_checkpoint()
-            self._upload_if_missing(trainer)
-            self._delete_others(trainer)
+        if self.remote is not None and trainer.is_main:  # what is there already is not sent again
+            trainer.remote_run(self.remote).upload(trainer.run_dir / "checkpoints" / f"{trainer.step:06d}")
+        self._delete_others(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
         """Keep what the error left, if that was asked for."""
         if self.save_on_exception and self._has_begun:
+            try:
+                trainer.wait_for_checkpoint()
+            except Exception as failure:  # told; what the error left is still to be kept
+                trainer.event("warning", source="Checkpoint", message=f"the save before failed too: {failure}")
             path = trainer.run_dir / "checkpoints" / f"{trainer.step:06d}-exception"
             trainer.save_checkpoint(path, exact=False)
             trainer.event("note", source="Checkpoint", message=f"what the error left is in {path}, which is not exact")
@@ -191,24 +218,12 @@ class Checkpoint(Callback):
     def _is_better(self, value: float, best: float) -> bool:
         return value < best if self.mode == "min" else value > best
 
-    def _save(self, trainer: Trainer, *, background: bool) -> None:
+    def _save(self, trainer: Trainer, *, background: bool, remote: str | None, consolidated: bool = False) -> None:
         if background:  # the one before is complete by now, and this one will be by the next
             trainer.wait_for_checkpoint()
             self._delete_others(trainer)
-        trainer.save_checkpoint(background=background, remote=self.remote)
+        trainer.save_checkpoint(background=background, remote=remote, consolidated=consolidated)
         self._saved_step, self._saved_at, self._main_says_so = trainer.step, time.monotonic(), False
-        if not background:
-            self._delete_others(trainer)
-
-    def _upload_if_missing(self, trainer: Trainer) -> None:
-        """The last copy, made in the background, may have failed; now that is an error."""
-        last = f"{trainer.step:06d}"
-        if (
-            self.remote is not None
-            and trainer.is_main
-            and last not in (copy := trainer.remote_run(self.remote)).names()
-        ):
-            copy.upload(trainer.run_dir / "checkpoints" / last)
 
     def _delete_others(self, trainer: Trainer) -> None:
         if self.keep is None or not trainer.is_main:

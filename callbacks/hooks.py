@@ -23,7 +23,7 @@
                 on_update_end
                 on_log                         every log_every steps
                 on_validation_start, on_validation_batch_start, on_validation_batch_end, on_validation_end
-                on_due                         for each callback that answers due(step) with True
+                on_due                         for each callback that answers due(step) with True; Checkpoint last
         the last update is settled -> on_update_end
         on_train_epoch_end
     on_fit_end                                 the run completed or was stopped; not after an exception

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..strategies.checks import true_or_false
+from ..strategies.errors import ConfigError
 from .audit_recorder import POLICY
 from .callback import Callback
 from .replay import KeptMicroBatch, find_origin
@@ -42,6 +43,18 @@ class OverflowReport(Callback):
         self._losses: dict[int, Tensor] = {}
         self._kept: list[KeptMicroBatch] = []
         self._error: Exception | None = None
+
+    def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
+        """Refuse a replay that would wait for the shards of ranks that replay something else.
+
+        Raises:
+            ConfigError: ``replay`` in a sharded run.
+        """
+        if stage == "fit" and self.replay and trainer.distribution.is_sharded:
+            raise ConfigError(
+                "OverflowReport.replay computes a micro-batch again on its own, but here the weights are in shards.\n"
+                "Leave replay out, or find the overflow with distributed='ddp' or one process."
+            )
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
         """Begin with nothing kept."""

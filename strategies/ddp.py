@@ -74,12 +74,8 @@ class DDP(ManyProcesses):
         self.sync_buffers(policy)
         return wrapped
 
-    def method_of(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """The policy's method behind torch's wrapper, whose own forward is what makes gradients meet."""
-        return partial(module, policyfit_method=name)
-
     def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
-        """The step behind torch's wrapper."""
+        """The step behind torch's wrapper, whose own forward is what makes gradients meet."""
         return partial(module, policyfit_step=step)
 
     def contribute_nothing(self, module: nn.Module) -> None:
@@ -123,24 +119,15 @@ class DDP(ManyProcesses):
 
 
 class _Door(nn.Module):
-    """Lets torch's wrapper, which calls ``forward`` only, call any method of the policy."""
+    """Lets torch's wrapper, which calls ``forward`` only, call any function that runs the policy."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
         self.policy = policy
 
-    def forward(
-        self,
-        *arguments: Any,
-        policyfit_method: str | None = None,
-        policyfit_step: Callable[..., Any] | None = None,
-        **named: Any,
-    ) -> Any:
-        """A step that runs the policy, the policy's method of that name, or its forward."""
-        if policyfit_step is not None:
-            return policyfit_step(*arguments, **named)
-        method = self.policy if policyfit_method is None else getattr(self.policy, policyfit_method)
-        return method(*arguments, **named)
+    def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
+        """That function, or the policy's forward."""
+        return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
 
 
 def _unused(names: list[str]) -> ConfigError:

@@ -30,6 +30,10 @@ class DistributionStrategy(ABC):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    #: Whether parameters, gradients and optimizer state are shards on each rank.
+    is_sharded: bool = False
+    #: Whether ``contribute_nothing`` can stand in for a forward and backward that failed here.
+    can_contribute_nothing: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -61,22 +65,13 @@ class DistributionStrategy(ABC):
         Every rank has the weights and buffers of rank 0 afterwards.
         """
 
-    def method_of(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """The policy's method, such as ``training_step``, run through a module of ``wrap`` as its forward is."""
-        return getattr(module, name)  # type: ignore[no-any-return]
+    def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
+        """``step``, a function that runs the policy, called through a module of ``wrap`` as its forward has to be."""
+        return step
 
     @abstractmethod
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
         """The context of a forward and backward that do not close their window, so that ranks need not talk yet."""
-
-    #: Whether parameters, gradients and optimizer state are shards on each rank.
-    is_sharded: bool = False
-    #: Whether ``contribute_nothing`` can stand in for a forward and backward that failed here.
-    can_contribute_nothing: bool = False
-
-    def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
-        """``step``, a function that runs the policy's forward, called through a module of ``wrap`` as it has to be."""
-        return step
 
     def contribute_nothing(self, module: nn.Module) -> None:
         """Take part in the backward that closes the others' window, with gradients of zero."""
@@ -118,8 +113,22 @@ class DistributionStrategy(ABC):
         return tensor
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Of a whole tensor what belongs where ``like`` is, of the same kind as ``like``; does not talk."""
+        """Of a whole tensor, or what gives its rows by slices, what belongs where ``like`` is, of the same kind.
+
+        Does not talk.
+        """
         return whole
+
+    def first_row(self, tensor: Tensor) -> int | None:
+        """The row of the whole tensor with which ``local`` begins; ``None`` where a rank before this has the same."""
+        return 0 if self.is_main else None
+
+    #: Whether each rank writes its own rows into a checkpoint.
+    saves_shards: bool = False
+
+    def gather_aside(self, value: T) -> list[T]:
+        """As ``gather``, and where ``saves_shards`` also from a thread, whatever the main thread is at."""
+        return self.gather(value)
 
     def whole_weights(self, policy: nn.Module) -> AbstractContextManager[Any]:
         """The context in which each rank can run the policy alone, under ``no_grad``, without the others."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,6 +25,8 @@ from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
 from .units import check_parameters, find_units
+
+T = TypeVar("T")
 
 _OLDEST = (2, 8)  # the first that shards frozen parameters of another type, and can keep units whole for a while
 _REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,6 +47,8 @@ class FSDP(ManyProcesses):
             traffic.
         cpu_offload: Keep shards, gradients and optimizer state in host memory, where the optimizer then works.
         reduce_dtype: In what gradients are summed over ranks.
+        checkpoint: "shards": each rank writes what it holds, on storage that all share. "whole": rank 0 writes all, and
+            needs the memory for it.
         timeout: Seconds after which a collective that some rank did not join is given up.
     """
 
@@ -60,6 +64,7 @@ class FSDP(ManyProcesses):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+        checkpoint: Literal["shards", "whole"] = "shards",
         timeout: float = 600.0,
     ) -> None:
         super().__init__(timeout=timeout)
@@ -79,6 +84,12 @@ class FSDP(ManyProcesses):
                 f"FSDP.reduce_dtype must be float32 or bfloat16, got {reduce_dtype!r}.\n"
                 "Use float32, unless the sums of gradients over ranks are too slow."
             )
+        if checkpoint not in ("shards", "whole"):
+            raise ConfigError(
+                f"FSDP.checkpoint must be shards or whole, got {checkpoint!r}.\n"
+                "Use shards, unless the ranks share no storage."
+            )
+        self.saves_shards = checkpoint == "shards"
         self.shard, self.replicate, self.units = shard, replicate, tuple(wrap)
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.reduce_dtype = reduce_dtype
@@ -125,6 +136,8 @@ class FSDP(ManyProcesses):
                 "Leave cpu_offload out."
             )
         super().setup(device)
+        if self.saves_shards:
+            self._aside = self._own_group([list(range(self.world_size))], "gloo")
         from torch.distributed.device_mesh import DeviceMesh
 
         replicate, shard = self._mesh_shape(self.world_size)
@@ -137,10 +150,10 @@ class FSDP(ManyProcesses):
         self._shard_group = groups[1]
         self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
-    def _own_group(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
+    def _own_group(self, ranks: list[list[int]], backend: str | None = None) -> distributed.ProcessGroup:
         """This rank's own of the groups, with our time limit, which a mesh of torch's making would not have."""
-        limit = timedelta(seconds=self.timeout)
-        own, _ = distributed.new_subgroups_by_enumeration(ranks, timeout=limit)  # type: ignore[no-untyped-call]
+        options = {"timeout": timedelta(seconds=self.timeout), "backend": backend}
+        own, _ = distributed.new_subgroups_by_enumeration(ranks, **options)  # type: ignore[no-untyped-call]
         assert isinstance(own, distributed.ProcessGroup)
         self._groups.append(own)
         return own
@@ -229,20 +242,35 @@ class FSDP(ManyProcesses):
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """This rank's shard, in memory of its own."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.distributed.tensor import DTensor
 
         if not isinstance(like, DTensor):
             return whole
         with torch.no_grad():
-            view = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-            return DTensor.from_local(
-                view.to_local().clone(),
-                like.device_mesh,
-                like.placements,
-                run_check=False,
-                shape=view.shape,
-                stride=view.stride(),
-            )
+            first, rows = self._first_row(like), like.to_local().shape[0]
+            here = whole[first : first + rows]
+            own = torch.empty(here.shape, dtype=here.dtype, device=self._device).copy_(here)
+            mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+            return DTensor.from_local(own, mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+    def first_row(self, tensor: Tensor) -> int | None:
+        """Of a shard, on the ranks that hold it first; of what is whole everywhere, on rank 0."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return super().first_row(tensor)
+        return self._first_row(tensor) if self.rank < self._shard_group.size() else None
+
+    def _first_row(self, tensor: Any) -> int:
+        """Rows are dealt out as ``torch.chunk`` does, so that the last ranks may have fewer or none."""
+        rows = int(tensor.shape[0])
+        return min(-(-rows // self._shard_group.size()) * self._shard_group.rank(), rows)
+
+    def gather_aside(self, value: T) -> list[T]:
+        """Over a group of its own."""
+        values: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(values, value, group=self._aside)
+        return values
 
     @contextmanager
     def whole_weights(self, policy: nn.Module) -> Iterator[None]:

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -93,14 +94,17 @@ class ManyProcesses(DistributionStrategy):
         try:
             if self._owns_group:
                 store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
-                store = PrefixStore(f"policyfit/{next(_runs)}", store)
+                # torchrun's agent keeps its store when it starts the ranks again: without the attempt in the name they
+                # would find the addresses of those that died.
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                store = PrefixStore(f"policyfit/{attempt}/{next(_runs)}", store)
                 options = {"store": store, "rank": rank, "world_size": size, "timeout": limit}
                 options["backend"] = self._backend(device)
             else:
                 store = _get_default_store()
             with warnings.catch_warnings(action="ignore"):  # of the threads that it sets
                 state = PartialState(cpu=device.type == "cpu", **options)
-        except distributed.DistError as error:
+        except RuntimeError as error:  # torch's own DistError, or what gloo raises
             raise DistributedError(
                 f"The processes of this run did not find each other within {self.timeout:g} s: {_first_line(error)}.\n"
                 "Look whether every rank was started and reaches MASTER_ADDR:MASTER_PORT."

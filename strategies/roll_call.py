@@ -29,7 +29,8 @@ class RollCall:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._over = threading.Event()
-        threading.Thread(target=self._listen, name="policyfit roll call", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="policyfit roll call", daemon=True)
+        self._thread.start()
 
     def call(self, patience_s: float) -> Answers:
         """Call every rank; ends early when one has left words, or all are calling themselves."""
@@ -56,6 +57,8 @@ class RollCall:
     def end(self) -> None:
         """Answer no more."""
         self._over.set()
+        # A thread that is in the store when the interpreter ends takes the process down with it (std::terminate).
+        self._thread.join(_LISTEN_S)
 
     def _listen(self) -> None:
         while not self._over.wait(_LISTEN_S):

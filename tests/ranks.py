@@ -1,4 +1,4 @@
-"""Runs of several processes for the tests: a policy of blocks, data that says which sample it is, and what came of it."""
+"""Runs of several processes for the tests: a policy of blocks, data that says which sample it is, what came of it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,29 @@ class Policy(nn.Module):
             x = block(x)
         action: Tensor = self.last(self.norm(x))
         return action
+
+
+class LightningPolicy(Policy):
+    """The same in Lightning's dialect."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch)[0]
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=1e-2)
+
+
+class Masked(Policy):
+    """On rank 1 every second loss has no gradient."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.calls = rank, 0
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        self.calls += 1
+        loss, metrics = super().forward(batch)
+        return (loss.detach() if self.rank == 1 and self.calls % 2 else loss), metrics
 
 
 class Samples:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,66 @@ class Whole(Policy):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+T = TypeVar("T")
+
+
+class Scale(Generic[T]):
+    """Something that is generic over what it scales."""
+
+
+class Half(Scale[int]):
+    """What a run names where a ``Scale`` is wanted."""
+
+
+@dataclass
+class Options:
+    depth: int = 1
+
+
+class Takes(Policy):
+    """Takes an argument of each kind."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self,
+        scale: Scale[int] | None = None,
+        scales: list[Scale[int]] | None = None,
+        make: Callable[[int], Scale[int]] | None = None,
+        options: Options | None = None,
+        own: Options = Options(),  # noqa: B008
+        norm: nn.Module | None = None,
+        anything: Any = None,
+        untyped=None,
+        things: object = None,
+    ) -> None:
+        super().__init__()
+        self.given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+
+
+class Mute(nn.Module):
+    """Has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+
+class Leaves(Policy):
+    """Ends the program, as a script does that checks its arguments."""
+
+    def __init__(self, code: int = 0) -> None:
+        raise SystemExit(code)
+
+
+class Logger:
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+    def finalize(self, status: str) -> None: ...
+
+
+def half(step: int) -> float:
+    return 0.5
+
+
 class Data(torch.utils.data.Dataset[Tensor]):
     def __init__(self, size: int = 16) -> None:
         self.size = size
@@ -78,6 +139,13 @@ class Data(torch.utils.data.Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.ones(2) * index / self.size
+
+
+class Recorded(Data):
+    """Is recorded at length."""
+
+    def __init__(self, size: int = 16) -> None:
+        raise RuntimeError("the data was made")
 
 
 class Stream(torch.utils.data.IterableDataset[Tensor]):

@@ -80,8 +80,11 @@ TAKEN: dict[str, Taken] = {
 VALUES: dict[str, dict[Any, Any]] = {"trainer.precision": LIGHTNING_PRECISIONS}
 
 _CHECKPOINT = "trainer.callbacks: [{class_path: policyfit.Checkpoint, init_args: {every_steps: 1000}}]"
-_VALIDATION = "trainer.val_every, which counts updates that landed"
+_VALIDATION = "trainer.val_every: N, which counts steps"
 _DEFAULTS = "trainer.default_callbacks: false for none of the default callbacks"
+
+_LAUNCH = "start a process for each device: torchrun --nproc-per-node=N"
+_ONE = (None, 1, "1", "auto")
 
 REFUSED: dict[str, Refused] = {
     "policy.type": Refused(LEROBOT, "policy.class_path: module.Class"),
@@ -110,12 +113,12 @@ REFUSED: dict[str, Refused] = {
     "accelerator": Refused(LEROBOT, "trainer.device, trainer.precision, trainer.grad_scaler or trainer.accumulate"),
     "lr_scheduler": Refused(LIGHTNING, "schedule: {class_path: ...}, which counts steps and not epochs"),
     "ckpt_path": Refused(LIGHTNING, "--resume=PATH on the command line"),
-    "trainer.devices": Refused(LIGHTNING, "devices: 1, and trainer.device: cuda:N to choose", (None, 1, "1", "auto")),
-    "trainer.num_nodes": Refused(LIGHTNING, "num_nodes: 1", (None, 1)),
+    "trainer.devices": Refused(LIGHTNING, f"nothing, and {_LAUNCH}; trainer.device: cuda:N chooses one", _ONE),
+    "trainer.num_nodes": Refused(LIGHTNING, f"nothing, and {_LAUNCH} and --nnodes=M", (None, 1)),
     "trainer.gradient_clip_algorithm": Refused(LIGHTNING, "trainer.clip_value, not gradient_clip_val", (None, "norm")),
     "trainer.default_root_dir": Refused(LIGHTNING, "trainer.run_dir, the folder of this one run"),
     "trainer.val_check_interval": Refused(LIGHTNING, _VALIDATION),
-    "trainer.check_val_every_n_epoch": Refused(LIGHTNING, _VALIDATION),
+    "trainer.check_val_every_n_epoch": Refused(LIGHTNING, f"{_VALIDATION}; left out, it is once, at the end"),
     "trainer.logger": Refused(LIGHTNING, "trainer.loggers: [{class_path: module.Logger}]"),
     "trainer.enable_checkpointing": Refused(LIGHTNING, _DEFAULTS, (None, True)),
     "trainer.enable_progress_bar": Refused(LIGHTNING, _DEFAULTS, (None, True)),

@@ -2,6 +2,8 @@
 
 Drawing runs ahead of training: workers, whole windows, one micro-batch on its way to the device. So the state is
 noted when a place is drawn and looked up when the run has come there.
+
+``ENDED`` and ``ROUNDED`` stand in place of a source's state where a run goes on otherwise than it began.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ import copy
 from typing import Any
 
 from ..strategies.errors import CheckpointError
+from .packing import pack
 from .streams import OwnStreams
+
+#: Whatever is left of the epoch is not read: it is over.
+ENDED = {"ended": True}
+#: The position was rounded up to a whole window, so that the epoch may end before it.
+ROUNDED = {"ended": False, "rounded": True}
 
 
 class Carried:
@@ -24,13 +32,31 @@ class Carried:
         self.source: Any = next((part for part in parts if carries_state(part)), None)
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
         self._loaded: dict[str, Any] | None = None
+        self._can_be_kept = False
 
     def note(self, epoch: int, number: int, streams: OwnStreams | None = None) -> None:
-        """The source stands before micro-batch ``number`` of ``epoch``."""
+        """The source stands before micro-batch ``number`` of ``epoch``.
+
+        Raises:
+            CheckpointError: It does not say where, or in what no checkpoint can keep.
+        """
         if self.source is not None:
             inside = None if streams is None else streams.inside
+            self._kept[epoch, number] = {"source": self._state_of_source(), "streams": inside, "ended": False}
+
+    def _state_of_source(self) -> Any:
+        name = type(self.source).__qualname__
+        try:
             state = copy.deepcopy(self.source.state_dict())
-            self._kept[epoch, number] = {"source": state, "streams": inside, "ended": False}
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} does not say where it stands: {type(error).__name__}: {error}.\n"
+                "Its state_dict() must give numbers, strings, None, tensors, or lists and dictionaries of them."
+            ) from error
+        if not self._can_be_kept:  # else it would be known at the first save only
+            pack(state, f"{name}.state_dict()")
+            self._can_be_kept = True
+        return state
 
     def note_end(self, epoch: int, number: int) -> None:
         """Before micro-batch ``number``, the epoch has ended: a source may look then as it does at its start."""
@@ -51,13 +77,21 @@ class Carried:
 
     def load(self, state: dict[str, Any] | None) -> None:
         """The next epoch to be drawn goes on from ``state``."""
-        self._loaded = None if self.source is None else state
+        is_of_a_source = state is not None and "source" in state
+        self._loaded = None if is_of_a_source and self.source is None else state
 
     def epoch_is_over(self) -> bool:
         """Whether the loaded state is that of the end of its epoch; then the next one goes on from it."""
         if self._loaded is None or not self._loaded["ended"]:
             return False
-        self._loaded = {**self._loaded, "ended": False}
+        self._loaded = {**self._loaded, "ended": False} if "source" in self._loaded else None
+        return True
+
+    def was_rounded(self) -> bool:
+        """Whether the position may lie behind the end of its epoch; to be asked once, when that is begun."""
+        if self._loaded is None or "rounded" not in self._loaded:
+            return False
+        self._loaded = None
         return True
 
     def begin(self) -> bool:
@@ -66,7 +100,7 @@ class Carried:
         Raises:
             CheckpointError: The source does not take it.
         """
-        if self._loaded is None:
+        if self._loaded is None or "source" not in self._loaded:
             return False
         try:
             self.source.load_state_dict(copy.deepcopy(self._loaded["source"]))

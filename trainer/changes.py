@@ -8,6 +8,7 @@ refused                       another class of policy, another seed
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +21,20 @@ import numpy as np
 from torch import Tensor
 
 from ..strategies.errors import CheckpointError, ConfigError
+from .carried import ENDED, ROUNDED
 from .checkpoint import CheckpointState
-from .describe import class_path
+from .describe import class_of, class_path
 from .prepare import set_statistics
 from .run import Run
 from .together import optimizer_parts
 
 NAMES = ("lr", "optimizer", "schedule", "batch_size", "accumulate", "data", "statistics")
 
-# What a schedule moves in an optimizer's groups, beside what it added to them.
-_MOVED = {"lr", "initial_lr", "momentum", "betas"}
+# What a schedule moves in an optimizer's groups, and what some keep there for it.
+_MOVED = {"lr", "momentum", "betas"}
+_KEPT_FOR_SCHEDULES = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+# Asked for by name, these are made anew even where no difference can be seen.
+_ALWAYS = ("data", "statistics", "optimizer", "schedule")
 _PLAIN = ("max_steps", "max_epochs", "clip_norm", "clip_value", "non_finite", "max_skips", "deterministic", "compile")
 
 
@@ -52,8 +57,7 @@ def data_facts(run: Run) -> dict[str, Any]:
     """What makes the data's order, and the sha256 of its statistics, in JSON; ``batch_size`` is that of all ranks."""
     size, ranks = run.data.batch_size, run.distribution.world_size
     return {
-        "samples_per_epoch": run.data.samples_per_epoch,
-        "batches_per_epoch": run.data.batches_per_epoch,
+        **run.data.facts,
         "batch_size": None if size is None else size * ranks,
         "batch_size_of_a_rank": size,
         "accumulate": run.settings.accumulate,
@@ -66,8 +70,8 @@ def plain_settings(run: Run) -> dict[str, Any]:
     return {name: getattr(run.settings, name) for name in _PLAIN}
 
 
-def check(run: Run, manifest: dict[str, Any], checkpoint: Path, asked: Iterable[str]) -> dict[str, list[str]]:
-    """What differs, in words, by the name that allows it.
+def check(run: Run, manifest: dict[str, Any], checkpoint: Path | str, asked: Iterable[str]) -> dict[str, list[str]]:
+    """What differs or is to be made anew, in words, by the name that allows it.
 
     Raises:
         ConfigError: It makes another run of it and was not asked for, or no change has a name that was.
@@ -98,23 +102,29 @@ def check(run: Run, manifest: dict[str, Any], checkpoint: Path, asked: Iterable[
         raise ConfigError(
             f"The run that {checkpoint} belongs to would become another one: {shown}.\n{keep} If it is meant, resume "
             f"with changes={refused!r}, on the command line --changes={','.join(refused)}."
-            f"{curve if 'schedule' in refused else ''}"
+            f"{curve if 'total_steps was' in shown else ''}"
         )
+    for name in _ALWAYS:
+        if name in asked and name not in found:
+            found[name].append(f"{name}, as asked")
     return found
 
 
 def load_movers(
-    run: Run, saved: CheckpointState, checkpoint: Path, found: Mapping[str, list[str]], report: Report
+    run: Run, saved: CheckpointState, checkpoint: Path | str, found: Mapping[str, list[str]], report: Report
 ) -> None:
     """Load the optimizers and schedules; changed settings and schedules are those of this run, at the saved step.
 
     Raises:
         CheckpointError: The states do not fit.
+        ConfigError: A new schedule ends before the saved step.
     """
     optimizers, schedules = run.updater.optimizers, run.schedules
     fresh = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
     anew = "optimizer" in found
-    replayed = anew or "lr" in found or "schedule" in found
+    # A schedule that looks at metrics cannot be replayed, and moves the learning rate alone.
+    others = set() if any(schedule.monitor for schedule in schedules) else _MOVED
+    replayed = bool({"optimizer", "schedule", "lr", *others} & set(found))
     try:
         if not anew:
             for optimizer, state in zip(optimizers, saved.optimizers, strict=True):
@@ -128,8 +138,10 @@ def load_movers(
             "Resume with the optimizer, schedule and policy that the run began with."
         ) from error
     for optimizer, groups in zip(optimizers, fresh, strict=True):
+        if schedules:  # it has stepped, before the checkpoint: torch warns of a schedule that is ahead
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            moved = {*_MOVED, *(set(settings) - set(optimizer.defaults))} if replayed else set()
+            moved = {*_MOVED, *_KEPT_FOR_SCHEDULES} if replayed else set()
             group.update({name: value for name, value in settings.items() if name in moved or name in found})
     if anew:
         report.reset.append("the state of the optimizer")
@@ -137,39 +149,70 @@ def load_movers(
         report.kept.append("the state of the optimizer")
     counters = saved.manifest["counters"]
     for schedule in schedules if replayed else ():
-        if not schedule.catch_up(counters["step" if schedule.interval == "step" else "epoch"]):
+        past = counters["step" if schedule.interval == "step" else "epoch"]
+        try:
+            was_replayed = schedule.catch_up(past)
+        except ValueError as error:
+            raise ConfigError(
+                f"The schedule {type(schedule.scheduler).__name__} cannot be brought to {schedule.interval} {past}, "
+                f"where the run goes on: {error}.\nMake it at least as long as the run."
+            ) from error
+        if not was_replayed:
             report.reset.append(f"the schedule {type(schedule.scheduler).__name__}, whose past cannot be replayed")
 
 
-def place_in_data(run: Run, manifest: dict[str, Any], found: Mapping[str, list[str]], report: Report) -> None:
-    """Move the position, just loaded from the checkpoint, to where the changed data goes on."""
-    counters, data, before = run.counters, run.data, manifest.get("data", {})
+def place_in_data(run: Run, saved: CheckpointState, found: Mapping[str, list[str]], report: Report) -> None:
+    """Move the position, just loaded from the checkpoint, to where the data goes on.
+
+    After a change of windows that is the first whole window behind the samples that were seen; a source that carries
+    its state goes on with the next sample, and the position only counts.
+    """
+    counters, data, manifest = run.counters, run.data, saved.manifest
+    before, now, state = manifest.get("data", {}), data_facts(run), saved.callbacks.get("data")
+    accumulate, unit = run.settings.accumulate, now["batch_size"] or run.distribution.world_size
+    unit_before = before.get("batch_size") or manifest.get("world_size", 1)  # a micro-batch of all ranks
     if "data" in found:
-        if counters.batch_in_epoch and data.batches_per_epoch is not None:
-            counters.batch_in_epoch = data.batches_per_epoch  # used up: the loop ends the epoch as it ends any
-        elif counters.batch_in_epoch:
-            counters.epoch, counters.batch_in_epoch = counters.epoch + 1, 0
+        state = ENDED if counters.batch_in_epoch else None
         report.reset.append("the position in the data, which goes on with the next epoch")
-    elif (now := data_facts(run)) and _windows_differ(before, now) and before.get("batch_size") and data.batch_size:
-        samples = data.samples_per_epoch or counters.batch_in_epoch * before["batch_size"]
-        seen = min(counters.batch_in_epoch * before["batch_size"], samples)
-        window = now["batch_size"] * run.settings.accumulate
-        counters.batch_in_epoch = -(-seen // window) * run.settings.accumulate
-        if data.batches_per_epoch is not None:
-            counters.batch_in_epoch = min(counters.batch_in_epoch, data.batches_per_epoch)
-        left_out = min(counters.batch_in_epoch * now["batch_size"], samples) - seen
-        report.changed.append(f"this epoch leaves out {left_out} samples, up to the next whole window" if left_out else
-                              "the data goes on with the next sample")  # fmt: skip
+    elif (unit_before, before.get("accumulate", accumulate)) != (unit, accumulate):
+        seen = counters.batch_in_epoch * unit_before
+        counters.batch_in_epoch = -(-seen // (unit * accumulate)) * accumulate
+        goes_on = state is not None and data.carries_state
+        if not goes_on:
+            state = ROUNDED
+        report.changed.append("the data goes on with the next sample" if goes_on else _left_out(run, seen, unit))
     else:
         report.kept.append("the position in the data")
+    data.load_state(state)
 
 
-def renew_statistics(run: Run, found: Mapping[str, list[str]], asked: Iterable[str], report: Report) -> None:
+def _left_out(run: Run, seen: int, unit: int) -> str:
+    """In words, what lies between the samples that were seen and the position."""
+    samples, position = run.data.samples_per_epoch, run.counters.batch_in_epoch * unit
+    left = position - seen if samples is None else min(position, samples) - min(seen, samples)
+    if not left:
+        return "the data goes on with the next sample"
+    # Where the samples cannot be counted, the last micro-batch before may have been a small one.
+    about = "" if samples is not None else "up to "
+    what = "samples" if run.data.batch_size is not None else "micro-batches"
+    return f"this epoch leaves out {about}{left} {what}, up to the next whole window"
+
+
+def renew_statistics(
+    run: Run, saved: CheckpointState, found: Mapping[str, list[str]], asked: Iterable[str], report: Report
+) -> None:
     """Give the policy the statistics of the data as it is now, if that was asked for."""
+    policy = run.policy
     if "statistics" not in found:
         return
-    if "statistics" in asked:
-        set_statistics(run.policy, run.data.stats)
+    if not callable(getattr(policy, "set_statistics", None)):
+        report.kept.append(f"{class_of(policy).__name__} as it is, which has no set_statistics() to take any")
+    elif "statistics" in asked:
+        set_statistics(policy, run.data.stats)
+        policy.to(run.device.device)  # they may be new buffers
+        run.precision.convert_module(policy)
+        for model in saved.models.values():  # an average has the buffers of the policy
+            model.update({name: value for name, value in policy.named_buffers() if name in model})
         report.reset.append("the policy's statistics, which are those of the data as it is now")
     else:
         report.kept.append("the policy's statistics, which are those of the data as it was")
@@ -184,39 +227,43 @@ def changed_settings(run: Run, manifest: dict[str, Any]) -> list[str]:
 
 def _movers(before: Mapping[str, Any], now: Mapping[str, Any]) -> defaultdict[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for mover in {**before, **now}:
-        if before.get(mover) == now.get(mover):
-            continue
+    differing = [mover for mover in {**before, **now} if not _same(before.get(mover), now.get(mover))]
+    for mover in differing:
         part, _, setting = mover.partition(": ")
-        if setting in ("lr", "initial_lr", "base_lrs", "_last_lr"):
-            name = "lr"
-        elif part.startswith("schedule"):
+        if setting != "class" and f"{part}: class" in differing:  # which says it all
+            continue
+        if part.startswith("schedule") or setting in _KEPT_FOR_SCHEDULES:
             name = "schedule"
         else:
             whole = setting in ("class", "parameters") or mover not in before or mover not in now
             name = "optimizer" if whole else setting
         found[name].append(_differs(mover, before.get(mover), now.get(mover)))
     for texts in found.values():
-        texts.sort(key=lambda text: ": class" not in text)  # what else another class brings with it says less
+        texts.sort(key=lambda text: ": class" not in text)  # the first is what a refusal shows
     return found
 
 
+def _same(before: Any, now: Any) -> bool:
+    """Whether two settings are equal; numbers but for the rounding to float32, which a tensor lr has."""
+    if isinstance(before, float) and isinstance(now, float):
+        return math.isclose(before, now, rel_tol=1e-6)
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return bool(before == now)
+
+
 def _data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    resized = before.get("batch_size") != now["batch_size"]
-    fewer_ranks = resized and before.get("batch_size_of_a_rank") == now["batch_size_of_a_rank"]  # or more: told as such
+    as_large = before.get("batch_size_of_a_rank") == now["batch_size_of_a_rank"]
     for name, value in now.items():
         if name not in before or before[name] == value or name == "batch_size_of_a_rank":
             continue
-        if (name == "batches_per_epoch" and resized) or (name == "batch_size" and fewer_ranks):
+        # More or fewer ranks are told as such, and of larger batches there are fewer.
+        if (name == "batch_size" and as_large) or (name == "batches" and not as_large):
             continue
         if name == "statistics":
             yield name, "the data has other statistics"
         else:
             yield name if name in NAMES else "data", _differs(name, before[name], value)
-
-
-def _windows_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return any(before.get(name) != now[name] for name in ("batch_size", "accumulate"))
 
 
 def _wider(name: str) -> str:

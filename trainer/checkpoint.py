@@ -14,6 +14,8 @@
         rng_state.safetensors         of rank 0; of the others rng_state_1, rng_state_2, ...
         callbacks.json
 
+A run whose ranks hold shards of weights and optimizer state writes model_shard_0.safetensors,
+optimizer_state_shard_0.safetensors and so on in place of those files; see ``pieces.py``.
 ``scheduler_state.safetensors`` and ``callbacks.safetensors`` exist when those states hold tensors. A
 checkpoint is written into a sibling that starts with a dot, synced and renamed. Siblings are
 ``.<name>.writing-*``, ``.<name>.replaced-*`` (whole: the one before, until its successor is in place) and
@@ -25,27 +27,32 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..strategies.errors import CheckpointError
+from ..strategies.tree import map_leaves
 from .checkpoint_files import FileReader, FileWriter, sync_folder, writing
 from .checkpoint_folders import MANIFEST, publish, sibling, sweep
 from .manifest import FORMAT_VERSION, are_counters, check_files, damaged, read_manifest, seal
 from .packing import dumps, pack
+from .pieces import in_memory, read_tensors
 
 _CONFIG = "pretrained_model/config.json"
-_MODEL = "pretrained_model/model.safetensors"
+_MODEL = "pretrained_model/model"
 _STEP = "training_state/training_step.json"
 _SCHEDULES = "training_state/scheduler_state"
 _SCALER = "training_state/scaler_state.json"
 _RNG = "training_state/rng_state.safetensors"
 _CALLBACKS = "training_state/callbacks"
 
-_BESIDE = re.compile(r"pretrained_model_(?P<name>[a-z]+)/model\.safetensors", re.ASCII)
+TREES = ("model", "models", "optimizers")
+_BESIDE = re.compile(r"pretrained_model_(?P<name>[a-z]+)/config\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +71,9 @@ class CheckpointState:
     scaler: dict[str, Any] | None
     rng: dict[str, Tensor]
     callbacks: dict[str, Any]
+    #: Of a rank that writes shards: where its rows begin, by file and tensor. ``model``, ``models`` and ``optimizers``
+    #: then are what this rank holds.
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: The random streams of ranks 1, 2, ...; ``rng`` is that of rank 0.
     rng_of_others: list[dict[str, Tensor]] = field(default_factory=list)
     #: More weights of the same policy by name, such as "ema".
@@ -77,30 +87,27 @@ def write_checkpoint(folder: Path, state: CheckpointState) -> Path:
         CheckpointError: A state holds what a file cannot, or the disk refused; whatever was there before is
             untouched.
     """
-    for model in (state.model, *state.models.values()):
-        _check_weights(model)
-    for name in state.models:
-        if not re.fullmatch("[a-z]+", name):
-            raise CheckpointError(
-                f"Weights beside the policy's own are named {name!r}.\nUse small letters from a to z."
-            )
-    with writing(str(folder)):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
-    temporary = sibling(folder, "writing")
-    try:
-        _write_files(FileWriter(temporary), state)
+    check_state(state)
+    temporary = begin(folder)
+    with removed_after_an_error(temporary):
+        write_files(FileWriter(temporary), state)
         with writing(str(folder)):
             publish(temporary, folder)
-    except BaseException:
-        # The error is what counts; the next save sweeps what cannot be removed now.
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return folder
 
 
-def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
+def begin(folder: Path) -> Path:
+    """The folder into which ``folder`` is to be written, after what killed processes left was swept away."""
+    with writing(str(folder)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+    return sibling(folder, "writing")
+
+
+def read_checkpoint(folder: Path, *, verify: bool = True, lazy: bool = False) -> CheckpointState:
     """Read the checkpoint in ``folder``; ``verify=False`` skips sizes and hashes, for one just verified.
+
+    With ``lazy``, tensors that lie in shards are ``Pieces``, to be read by rows.
 
     Raises:
         CheckpointError: There is none, a newer policyfit wrote it, or a part is missing or damaged.
@@ -123,9 +130,9 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
     reader.json(_STEP, dict)  # LeRobot's; the manifest says the same
     state = CheckpointState(
         manifest=manifest,
-        model=reader.tensors(_MODEL)[0],
+        model=read_tensors(reader, _MODEL)[0],
         policy_config=reader.json(_CONFIG, dict),
-        optimizers=[reader.optimizer(*_optimizer_files(i)) for i in range(optimizers)],
+        optimizers=[_read_optimizer(reader, i) for i in range(optimizers)],
         schedules=schedules,
         scaler=reader.json(_SCALER, dict) if _SCALER in reader.unread else None,
         rng=reader.tensors(_RNG)[0],
@@ -133,12 +140,34 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> CheckpointState:
         callbacks=reader.tree(_CALLBACKS, dict),
         models={name: _read_model(reader, name) for name in _models_beside(reader.unread)},
     )
+    shapes = {name: value.shape for name, value in state.model.items()}
+    for name, model in state.models.items():
+        if {key: value.shape for key, value in model.items()} != shapes:
+            raise damaged(folder, f"{_beside(_MODEL, name)}.safetensors", f"its weights are not those of {_MODEL}")
     if reader.unread:
         raise damaged(folder, min(reader.unread), "this policyfit does not know what it is for")
-    return state
+    if lazy:
+        return state
+    trees = {name: map_leaves(getattr(state, name), lambda leaf, _: in_memory(leaf)) for name in TREES}
+    return replace(state, **trees)
 
 
-def _write_files(writer: FileWriter, state: CheckpointState) -> None:
+def tensor_files(state: CheckpointState) -> Iterator[tuple[str, dict[str, Tensor], dict[str, str]]]:
+    """The safetensors files of weights and optimizer states: stem, tensors and metadata."""
+    for name, model in {"": state.model, **state.models}.items():
+        yield _beside(_MODEL, name), model, {}
+    for i, optimizer in enumerate(state.optimizers):
+        packed, tensors = _pack_optimizer(optimizer)
+        yield _optimizer_files(i)[1], tensors, {"state": json.dumps(packed["state"], allow_nan=False)}
+
+
+def _pack_optimizer(optimizer: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    named = {str(index): entry for index, entry in optimizer["state"].items()}
+    return pack({"state": named, "param_groups": optimizer["param_groups"]})
+
+
+def write_files(writer: FileWriter, state: CheckpointState) -> None:
+    """All files that are not shards, the manifest last, which lists those that ``writer`` knows already too."""
     manifest = state.manifest
     if not are_counters(manifest.get("counters")):
         raise CheckpointError("manifest needs counters, with step and micro_batches as whole numbers.")
@@ -146,18 +175,14 @@ def _write_files(writer: FileWriter, state: CheckpointState) -> None:
         "num_processes": manifest.get("world_size", 1),
         "dp_world_size": manifest.get("world_size", 1),
     }
-    writer.json(_CONFIG, state.policy_config)
-    writer.tensors(_MODEL, state.model)
-    for name, model in state.models.items():
+    for name in ("", *state.models):
         writer.json(_beside(_CONFIG, name), state.policy_config)
-        writer.tensors(_beside(_MODEL, name), model)
+    for stem, tensors, metadata in tensor_files(state):
+        if stem not in state.places:
+            writer.tensors(f"{stem}.safetensors", tensors, metadata)
     writer.json(_STEP, {"step": manifest["counters"]["micro_batches"], **processes})
     for i, optimizer in enumerate(state.optimizers):
-        groups, values = _optimizer_files(i)
-        named = {str(index): entry for index, entry in optimizer["state"].items()}
-        packed, tensors = pack({"state": named, "param_groups": optimizer["param_groups"]})
-        writer.text(groups, dumps(packed["param_groups"]))
-        writer.tensors(values, tensors, {"state": json.dumps(packed["state"], allow_nan=False)})
+        writer.text(_optimizer_files(i)[0], dumps(_pack_optimizer(optimizer)[0]["param_groups"]))
     writer.tree(_SCHEDULES, state.schedules[0] if len(state.schedules) == 1 else state.schedules)
     if state.scaler is not None:
         writer.json(_SCALER, state.scaler)
@@ -182,7 +207,7 @@ def _rng_of(rank: int) -> str:
 
 
 def _beside(file: str, name: str) -> str:
-    return file.replace("pretrained_model", f"pretrained_model_{name}", 1)
+    return file.replace("pretrained_model", f"pretrained_model_{name}", 1) if name else file
 
 
 def _models_beside(files: set[str]) -> list[str]:
@@ -192,15 +217,43 @@ def _models_beside(files: set[str]) -> list[str]:
 
 def _read_model(reader: FileReader, name: str) -> dict[str, Tensor]:
     reader.json(_beside(_CONFIG, name), dict)  # for other tools; the policy is built from the run's config
-    return reader.tensors(_beside(_MODEL, name))[0]
+    return read_tensors(reader, _beside(_MODEL, name))[0]
+
+
+def _read_optimizer(reader: FileReader, index: int) -> dict[str, Any]:
+    groups, stem = _optimizer_files(index)
+    return reader.optimizer(groups, f"{stem}.safetensors", *read_tensors(reader, stem))
 
 
 def _optimizer_files(index: int) -> tuple[str, str]:
+    """The JSON file and the stem of the other."""
     suffix = f"_{index}" if index else ""
     return (
         f"training_state/optimizer_param_groups{suffix}.json",
-        f"training_state/optimizer_state{suffix}.safetensors",
+        f"training_state/optimizer_state{suffix}",
     )
+
+
+@contextmanager
+def removed_after_an_error(temporary: Path) -> Iterator[None]:
+    """Remove what was begun in the folder, if it was not finished."""
+    try:
+        yield
+    except BaseException:
+        # The error is what counts; the next save sweeps what cannot be removed now.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_state(state: CheckpointState) -> None:
+    """Refuse weights that no file can hold."""
+    for model in (state.model, *state.models.values()):
+        _check_weights(model)
+    for name in state.models:
+        if not re.fullmatch("[a-z]+", name):
+            raise CheckpointError(
+                f"Weights beside the policy's own are named {name!r}.\nUse small letters from a to z."
+            )
 
 
 def _check_weights(model: dict[str, Tensor]) -> None:

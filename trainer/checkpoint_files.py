@@ -125,18 +125,27 @@ class FileReader:
 
     def tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors of a safetensors file, in memory of their own, and its metadata."""
-        path = self._take(name)
+        file, metadata, layout = self.open(name)
         try:
-            with safe_open(path, framework="pt") as file:
-                flat = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - not a dict
-                metadata = file.metadata() or {}
-            return lay_out(flat, self._layouts.get(name, {})), metadata
+            flat = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - not a dict
+            return lay_out(flat, layout), metadata
         except (OSError, SafetensorError, ValueError, AttributeError) as error:
             raise self.damaged(name, str(error)) from error
 
-    def optimizer(self, groups_name: str, state_name: str) -> dict[str, Any]:
-        """The state dict of one optimizer, from its two files."""
-        tensors, metadata = self.tensors(state_name)
+    def open(self, name: str) -> tuple[Any, dict[str, str], dict[str, Any]]:
+        """A safetensors file, mapped for as long as it is used; its metadata, and the layout in the manifest."""
+        path = self._take(name)
+        try:
+            file = safe_open(path, framework="pt")
+            metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
+            return file, metadata, self._layouts.get(name, {})
+        except (OSError, SafetensorError, ValueError, AttributeError) as error:
+            raise self.damaged(name, str(error)) from error
+
+    def optimizer(
+        self, groups_name: str, state_name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The state dict of one optimizer, from its JSON file and what is in the other."""
         try:
             packed = {"state": loads(metadata["state"]), "param_groups": self._packed(groups_name)}
             saved = unpack(packed, tensors)

@@ -11,7 +11,7 @@ from pathlib import Path
 from .checkpoint_files import sync_folder
 
 MANIFEST = "manifest.json"
-STEP_NAME = re.compile(r"[0-9]+")
+STEP_NAME = re.compile(r"[0-9]{1,18}")
 SIBLING = re.compile(r"\.(?P<name>.+)\.(?P<purpose>writing|replaced|deleting)-[0-9a-f]{8}")
 
 

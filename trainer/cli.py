@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed, 2 a configuration or request that cannot b
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..strategies.errors import ConfigError, DistributedError, PolicyfitError
@@ -27,6 +29,7 @@ examples:
   policyfit fit base.yaml lab.yaml --trainer.max_steps=2000
   policyfit fit run.yaml --resume                          go on with the newest run
   policyfit fit --resume=runs/NAME                         go on with that run, as it was configured
+  policyfit fit run.yaml --resume=auto                     go on if there is something to go on with, else begin
   policyfit fit run.yaml --precision=bf16 --audit          prove that it is what runs
   policyfit plan run.yaml                                  what would run, and why
   policyfit validate runs/NAME                             the metrics of its validation data
@@ -38,6 +41,8 @@ examples:
 WIDTH = 120  # of an error that goes to a file
 KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --precision, --tf32 are trainer keys."
 PRINT_CONFIG = "print the run as resolved, which means the same when it is fed back, and stop"
+RUN_FILES = (".yaml", ".yml", ".json")
+LONGEST_LINE = 1200  # characters; of a longer one the middle is left out
 _PATIENCE_S = 2.0
 NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
@@ -55,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except Exception as error:
+    except Exception as raised:
+        error = _with_remedy(raised)
         known = isinstance(error, PolicyfitError)
         if "--debug" in arguments:
             traceback.print_exception(error)
@@ -71,6 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(error, known=known)
         return code
     return 0
+
+
+def _with_remedy(error: Exception) -> Exception:
+    """The error, with the remedy where it is a name on the command line that no file system takes."""
+    if not (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
+        return error
+    refused = ConfigError(f"A name is too long for a file or folder: {error.filename}.\nGive a shorter one.")
+    refused.__cause__ = error
+    return refused
 
 
 def _is_told_by_rank_0(error: Exception, code: int) -> bool:
@@ -161,17 +176,22 @@ def _split(
     """
     own: list[str] = []
     keys: list[tuple[str, str]] = []
-    rest = iter(arguments)
+    rest, before = iter(arguments), ""
     for argument in rest:
         option, given, text = argument.partition("=")
         if takes_keys and option in FILE_OPTIONS:
-            own.append((text if given else next(rest, "")) or _no_file(option))
+            file = text if given else next(rest, "")
+            own.append(_no_file(option) if file.startswith("-") or not file else file)
             print(f"note: {option} is {FILE_OPTIONS[option]}'s; the file alone is enough", file=sys.stderr)
             continue
         if option == "--":
             raise ConfigError(f"{argument} names no option.\nWrite --section.key=VALUE, or leave it out.")
-        if argument.lower() == "--resume=true":
-            raise ConfigError(f"{argument} is LeRobot's.\nWrite --resume for the newest run, or --resume=PATH.")
+        if argument.lower() in ("--resume=true", "--resume=false"):
+            instead = "leave it out for a new run" if argument.lower().endswith("false") else "or --resume=PATH"
+            raise ConfigError(f"{argument} is LeRobot's.\nWrite --resume for the newest run, {instead}.")
+        if before == "--resume" and not argument.startswith("-") and Path(argument).suffix not in RUN_FILES:
+            raise ConfigError(f"--resume {argument} could be two things.\nWrite --resume={argument}.")
+        before = argument
         if option in options and given and not text.strip():
             raise ConfigError(f"{argument} is empty.\nGive a value, or leave {option} out.")
         if not option.startswith("--") or option in options:
@@ -200,8 +220,13 @@ def _show(error: Exception, *, known: bool) -> None:
     from rich.text import Text
 
     text = "\n".join([str(error) if known else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    text = "\n".join(map(_shortened, text.splitlines()))
     console = Console(stderr=True)
     if not console.is_terminal:  # prose is wrapped in a log, too, but a path in it stays whole
         longest = max(len(line) for line in text.splitlines())
         console.width = max(80, min(longest + 4, WIDTH), *(len(word) + 4 for word in text.split()))
     console.print(Panel(Text(text), title=type(error).__name__, border_style="red"))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} [...] {line[-LONGEST_LINE // 2 :]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,10 @@ EVAL_KEYS = {**VALIDATE_KEYS, "env": "eval.env", "episodes": "eval.episodes", "s
 def fit(request: argparse.Namespace) -> None:
     """Train, and evaluate where the run names an environment."""
     from .config import resolve
+    from .early import check_resumable, check_trainable
 
+    if request.changes and request.resume is None:
+        raise ConfigError("--changes is for a run that is gone on with.\nLeave it out, or give --resume, too.")
     config = _read(_files(request), request.keys)
     if request.audit:
         config = _with_audit(config)
@@ -38,12 +42,14 @@ def fit(request: argparse.Namespace) -> None:
             _print_config(run)
             return
         trainer = _seeded_trainer(run)
+        check_resumable(request.resume, run.config.values["trainer"]["run_dir"])
         policy = _policy(run)
-        train_data, val_data = run.build("data", "train"), run.build("data", "val")
-        env = run.build("eval", "env")  # before the fit: a mistake in it is to be known before hours of training
+        check_trainable(run, policy)
+        env = run.build("eval", "env")  # a mistake in it is to be known before data is recorded and hours of training
         with ExitStack() as unused:
             if hasattr(env, "reset") and hasattr(env, "close"):  # an environment, and not what makes one
                 unused.callback(env.close)
+            train_data, val_data = run.build("data", "train"), run.build("data", "val")
             trainer.fit(
                 policy,
                 train_data,
@@ -65,6 +71,7 @@ def fit(request: argparse.Namespace) -> None:
 def plan(request: argparse.Namespace) -> None:
     """Print what would run, and why."""
     from .config import resolve
+    from .early import check_trainable
     from .forecast import forecast
 
     config = _read(request.files, request.keys)
@@ -74,15 +81,19 @@ def plan(request: argparse.Namespace) -> None:
             _print_config(run)
             return
         trainer = _seeded_trainer(run)
-        plan = forecast(run, trainer, _policy(run), build_data=request.with_data)
+        policy = _policy(run)
+        check_trainable(run, policy)
+        plan = forecast(run, trainer, policy, build_data=request.with_data)
     print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
 
 
 def validate(request: argparse.Namespace) -> None:
     """Print the means of a checkpoint's policy over its run's validation data."""
     from .config import resolve_validation
+    from .early import check_data
 
     with _trained(request, VALIDATE_KEYS, resolve_validation) as (run, trainer, policy, _):
+        check_data(run, policy, "val")
         metrics = trainer.validate(policy, run.build("data", "val"))
     if trainer.is_main:
         print("\n".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items())))
@@ -102,7 +113,8 @@ def checkpoints(request: argparse.Namespace) -> None:
     """List the checkpoints of a run, every file of them verified.
 
     Raises:
-        CheckpointError: One is damaged, or there is none.
+        CheckpointError: One is damaged.
+        ConfigError: There is none.
     """
     from .listing import list_checkpoints
     from .remote import local
@@ -110,9 +122,9 @@ def checkpoints(request: argparse.Namespace) -> None:
     with local(request.run_dir, _warn, every=True) as run_dir:
         found = list_checkpoints(run_dir)
     if not found:
-        raise CheckpointError(f"There is no checkpoint in {request.run_dir}.\nGive a run's folder, such as runs/NAME.")
+        raise ConfigError(f"There is no checkpoint in {request.run_dir}.\nGive a run's folder, such as runs/NAME.")
     for entry in found:
-        print(entry.line())
+        print(entry.line().replace(str(run_dir), request.run_dir))
     damaged = [entry.name for entry in found if entry.damage]
     if damaged:
         raise CheckpointError(
@@ -202,7 +214,7 @@ def _read(files: Sequence[str | Path], keys: Sequence[tuple[str, str]]) -> RunCo
     from .config import read_run
 
     config = read_run(files, keys)
-    for notice in config.notices:
+    for notice in config.notices if os.environ.get("RANK", "0") == "0" else ():
         _warn(f"note: {notice.text}")
     return config
 
@@ -265,7 +277,7 @@ def _files(request: argparse.Namespace) -> list[Path]:
 
     if request.files:
         return [Path(file) for file in request.files]
-    if request.resume is None or is_url(request.resume):
+    if request.resume in (None, "auto") or is_url(request.resume):
         raise ConfigError("fit needs a run file: policyfit fit RUN.yaml.")
     return [_config_of(newest_run() if request.resume == "last" else Path(request.resume))]
 
@@ -275,5 +287,5 @@ def _config_of(path: Path) -> Path:
     for folder in (path, path.resolve().parent.parent):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
-    found = "does not lie in a run's folder" if path.exists() else "does not exist"
+    found = "does not exist" if not path.exists() else "is a file" if path.is_file() else "is no run's folder"
     raise ConfigError(f"{path} {found}, so there is no config.yaml.\nGive a run's folder, or RUN_DIR/checkpoints/STEP.")

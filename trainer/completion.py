@@ -19,7 +19,11 @@ SCRIPT = """\
     case "$word" in
         --*=*) option="${{word%%=*}}" prefix="${{word%%=*}}=" word="${{word#*=}}" ;;
         =) option="${{COMP_WORDS[COMP_CWORD-1]}}" word="" ;;
-        *) [ "${{COMP_WORDS[COMP_CWORD-1]}}" = "=" ] && option="${{COMP_WORDS[COMP_CWORD-2]}}" ;;
+        -*) ;;
+        *) case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+            =) option="${{COMP_WORDS[COMP_CWORD-2]}}" ;;
+            --*) option="${{COMP_WORDS[COMP_CWORD-1]}}" ;;
+        esac ;;
     esac
     if [ -n "$option" ]; then
         case "$option" in

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -20,9 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..strategies.checks import seed_number, whole
 from ..strategies.errors import ConfigError
 from .hints import parameters
+from .imports import nearest
 from .layers import PLACES, SECTIONS, RunConfig, read_run
-from .recipe import Recipe, Slot, bind, dotted, name_of, nearest, read_recipe, unknown_key
-from .resolve import plain_precision
+from .recipe import LISTS, Recipe, Slot, bind, name_of, read_recipe, unknown_key
+from .resolve import check_words, plain_precision
+from .settings import Settings, run_folder
+from .strict_yaml import dotted
 
 __all__ = [
     "RunConfig",
@@ -113,6 +116,10 @@ def resolve(config: RunConfig) -> RunRecipe:
     values = _sections(config)
     trainer = bind(("trainer",), Trainer, values["trainer"], config.fault)
     values["trainer"] = _defaults() | trainer.values
+    with trainer.placed():
+        Settings(**{field.name: values["trainer"][field.name] for field in fields(Settings)})
+        run_folder(values["trainer"]["run_dir"])
+        check_words(**{name: values["trainer"][name] for name in ("device", "precision", "distributed")})
     fill = {} if trainer.values.get("max_steps") is None else {"total_steps": trainer.values["max_steps"]}
     recipes: dict[tuple[str, ...], Recipe] = {}
     for path, slot in CLASSES.items():
@@ -218,7 +225,9 @@ def _advice(config: RunConfig, key: str) -> str:
             inside = path if typed else (*path, "init_args")
             places |= {name: dotted((*inside, name)) for name in list(parameters(recipe.target))[recipe.slot.given :]}
     places |= {name: f"trainer.{name}" for name in parameters(Trainer)}
-    near = key if key in places else nearest(key, [*parameters(Trainer), *SECTIONS])
+    lists = {f"{name}+": f"{section}.{name}+" for section, name in LISTS}
+    places |= lists
+    near = key if key in places else nearest(key, [*parameters(Trainer), *SECTIONS, *lists])
     if near is None:
         return ""
     meant = near if near in SECTIONS else places[near]

@@ -48,6 +48,7 @@ class TrainingData(ABC):
         batches_per_epoch: Micro-batches in an epoch, on every rank; ``None`` where the source has no length.
         samples_per_epoch: Samples that an epoch reads on all ranks; ``None`` where the order is not ours.
         batch_size: Samples in a micro-batch of one rank; ``None`` where the source does not say.
+        facts: What else makes the order, in JSON: how it is chosen, and the sizes of what it is chosen from.
         order: What decides the order, and how exact a resume is, in words; see ``not_exact`` where it is not.
         not_exact: ``None`` when order and resume are exact; else the sentence that says why not.
         notes: What was rebuilt, kept or switched off, one line each.
@@ -58,6 +59,7 @@ class TrainingData(ABC):
         self.batches_per_epoch: int | None = None
         self.samples_per_epoch: int | None = None
         self.batch_size: int | None = None
+        self.facts: dict[str, Any] = {}
         self.order = "order is a function of seed, epoch and index; resume is exact"
         self.not_exact: str | None = None
         self.notes = reading.notes
@@ -75,8 +77,15 @@ class TrainingData(ABC):
             RuntimeError: User code failed. Its error is the cause, or is told in full if a worker met it.
         """
         self._stop()
+        if self._carried.epoch_is_over():
+            return iter(())
         self._running = self._windows(epoch, start)
         return self._running
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether the source itself says where it stands."""
+        return self._carried.source is not None
 
     def state(self, epoch: int, batch: int) -> dict[str, Any] | None:
         """What the source says of itself before micro-batch ``batch`` of ``epoch``; ``None`` if it says nothing."""
@@ -104,8 +113,6 @@ class TrainingData(ABC):
 
         Of a window that ``start`` cuts, which no checkpoint does, the rest stands for the whole.
         """
-        if self._carried.epoch_is_over():
-            return
         windows, index = self._drawn_windows(epoch, start), start
         for window in windows if self._carried.source is None else _one_ahead(windows):
             total = sum(part.share.total for part in window) * (index % self._accumulate + len(window)) / len(window)
@@ -185,10 +192,12 @@ class OrderedData(KeyedData):
         super().__init__(dataset, draws, collate, settings, reading)
         self.batches_per_epoch, self.batch_size = draws.count, draws.batch_size
         self.samples_per_epoch = None if draws.batch_size is None else draws.size(0, draws.count)
+        order = "shuffled" if draws.shuffle else "sequential"
+        self.facts = {"order": order, "dataset_size": draws.n, "drop_last": draws.drop_last}
 
     def _windows(self, epoch: int, start: int) -> Generator[MicroBatch, None, None]:
         draws, step = self._draws, self._accumulate
-        if start > draws.count:
+        if not self._carried.was_rounded() and start > draws.count:
             raise too_short(draws.count, start, epoch)
         parts = self._batches(epoch, start)
         for index in range(start, draws.count):
@@ -211,6 +220,7 @@ class KeptData(KeyedData):
         super().__init__(dataset, draws, collate, settings, reading)
         self.batches_per_epoch = length_of(draws.source, self._world_size)
         self.batch_size = getattr(draws.source, "batch_size", None)
+        self.facts = {"order": draws.name, "dataset_size": length_of(dataset), "batches": length_of(draws.source)}
         self._carried = draws.carried
         if self._carried.source is not None:
             self.order = carried_order(self._carried.source)

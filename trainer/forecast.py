@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..callbacks.checkpoint import Checkpoint
 from ..callbacks.ema import EMA
-from ..strategies.errors import ConfigError
 from .config import RunRecipe
 from .data import TrainingData, training_data
 from .memory import Memory, memory_of, size
@@ -51,8 +50,10 @@ def _data(run: RunRecipe, trainer: Trainer, policy: nn.Module) -> TrainingData:
     if source is None:
         source = adapt(policy).own_data("train_dataloader")
     if source is None:
-        raise ConfigError(
-            f"There is no data to count: the run names no data.train, and {type(policy).__name__} brings none."
+        raise run.config.fault(
+            ("data",),
+            f"There is no data to count: the run names no data.train, and {type(policy).__name__} brings none.\n"
+            "Write data: {train: {class_path: module.Class}}, or leave --with-data out.",
         )
     return training_data(
         source,

@@ -23,6 +23,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
+_ANY = "instantiate_subclass_spec_in_any"  # {class_path: ...} where an argument has no type: what a run file means
+#: Where the classes are whose items have the types that a hint says.
+_CONTAINERS = ("builtins", "collections", "collections.abc")
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -59,7 +62,9 @@ def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     found = get_signature_parameters(target, None, logger=False)
     unknown = (inspect.Parameter.empty, None)
     return {
-        p.name: Parameter(Any if p.annotation in unknown or isinstance(p.annotation, str) else p.annotation, p.default)
+        p.name: Parameter(
+            Any if p.annotation in unknown or isinstance(p.annotation, str) else _erased(p.annotation), p.default
+        )
         for p in found
     }
 
@@ -82,7 +87,26 @@ def _plain_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None
         found = get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError):  # a name that only a type checker imports
         return None
-    return {p.name: Parameter(found.get(p.name, Any), p.default) for p in listed}
+    return {p.name: Parameter(_erased(found.get(p.name, Any)), p.default) for p in listed}
+
+
+def _erased(hint: Any) -> Any:
+    """The hint without what a class is generic over, ``Dataset`` for ``Dataset[int]``: no value shows that.
+
+    jsonargparse would take such a hint for the class to make, whatever class a run names.
+    """
+    origin: Any = get_origin(hint)
+    if origin is Annotated:
+        return Annotated[_erased(hint.__origin__), *hint.__metadata__]
+    if isinstance(origin, type) and origin is not UnionType and origin.__module__ not in _CONTAINERS:
+        return origin
+    arguments, maker = get_args(hint), get_origin(Callable[[], Any])
+    inside = tuple(argument if isinstance(argument, list) else _erased(argument) for argument in arguments)
+    if origin in (None, Literal, type) or inside == arguments:
+        return hint
+    if origin in (Union, UnionType):
+        return Union[inside]  # noqa: UP007
+    return Callable[inside[0], inside[1]] if origin is maker else origin[inside]
 
 
 def as_they_are(target: Callable[..., Any], values: Mapping[str, Any]) -> bool:
@@ -101,9 +125,11 @@ def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Argume
     Raises:
         ArgumentError: A value does not fit.
     """
-    from jsonargparse import ArgumentParser, set_loader
+    from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
     set_loader("text", lambda text: text)
+    if _ANY in inspect.signature(set_parsing_settings).parameters:  # since 4.51; before, it is so
+        set_parsing_settings(**{_ANY: True})  # type: ignore[arg-type]
     known, typed = parameters(target), copy.deepcopy(_others(target, values))
     parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode="text", add_help=False)
     for name in typed:
@@ -145,17 +171,32 @@ def takes_a_maker(members: Iterable[Any]) -> bool:
     return any(get_origin(option) is get_origin(Callable[[], Any]) for option in members)
 
 
+def classes(members: Iterable[Any]) -> tuple[type, ...]:
+    """The classes of objects that are wanted; neither text nor numbers, nor what may be anything or holds items."""
+    plain = (int, float, str, bytes, PathLike, Enum)
+    kinds = [option for option in members if isinstance(option, type) and option not in (Any, NoneType)]
+    return tuple(kind for kind in kinds if kind.__module__ != "builtins" and not issubclass(kind, plain))
+
+
 def takes_a_class(members: Iterable[Any]) -> bool:
     """Whether an object is wanted and no text, so that a dotted word can only be the path of its class."""
     kinds = [option for option in members if option is not NoneType]
-    plain = (bool, int, float, str, PathLike, Enum)
-    return bool(kinds) and all(isinstance(kind, type) and not issubclass(kind, plain) for kind in kinds)
+    return bool(kinds) and len(classes(kinds)) == len(kinds)
 
 
-def takes_numbers_alone(members: Iterable[Any]) -> bool:
-    """Whether no text is wanted, also none that looks like a number."""
-    kinds = {option for option in members if option is not NoneType}
-    return not kinds.isdisjoint((int, float)) and kinds <= {int, float, Tensor}
+def takes_keys(members: Iterable[Any]) -> bool:
+    """Whether a mapping without ``class_path`` is wanted: one of any keys, or the fields of settings."""
+    kinds = [get_origin(option) or option for option in members]
+    return any(
+        kind in (Any, object) or (isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Mapping)))
+        for kind in kinds
+    )
+
+
+def takes_no_text(members: Iterable[Any]) -> bool:
+    """Whether text is wanted at most as a word to choose, and none that looks like a number."""
+    kinds = [option for option in members if get_origin(option) is not Literal]
+    return all(option in (bool, int, float, Tensor, NoneType) for option in kinds)
 
 
 def choices(members: Iterable[Any]) -> list[str]:

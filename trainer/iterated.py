@@ -31,17 +31,20 @@ class IteratedData(TrainingData):
         super().__init__(dataset, reading)
         self._source = source
         self._streams: OwnStreams | None = None
-        # A loader of another library has its own ways with random numbers, and swapping the streams around each
-        # of its batches costs more than a small step; but ranks that share them must draw alike.
-        self._draws_in_streams = isinstance(source, DataLoader) or reading.world_size > 1
         self._stream: tuple[int, ...] = ()
         workers = getattr(source, "num_workers", 0)
         self._carried = Carried(source, None if workers else dataset)
+        # A loader of another library has its own ways with random numbers, and swapping the streams around each
+        # of its batches costs more than a small step; but ranks that share them must draw alike, and so must a run
+        # that goes on where its source says.
+        self._draws_in_streams = isinstance(source, DataLoader) or reading.world_size > 1 or self.carries_state
         self._own_length: int | None = None
         if reading.world_size > 1:
             self._share(reading)
         self.batches_per_epoch = length_of(source, self._world_size)
         self.batch_size = getattr(source, "batch_size", None)
+        size = None if dataset is source else length_of(dataset)
+        self.facts = {"order": name_of(dataset), "dataset_size": size, "batches": length_of(source)}
         if self._carried.source is not None:
             self.order = carried_order(self._carried.source)
         else:
@@ -74,7 +77,7 @@ class IteratedData(TrainingData):
         if self._own_length is not None:
             drawn = exactly(self._own_length, drawn, name_of(self._source))
         parts = in_turn(drawn, self._rank, self._world_size, self._size)
-        return parts if goes_on else beginning_at(start, parts, epoch)
+        return parts if goes_on else beginning_at(start, parts, epoch, may_end=self._carried.was_rounded())
 
     def _drawn_to(self, epoch: int, number: int) -> None:
         self._carried.note(epoch, number, self._streams if number else None)

@@ -2,7 +2,7 @@
 
 mappings           merged key by key, but the arguments of a class go when another class takes its place
 everything else    replaced, lists too
-key+: VALUE        appended to the list that is there
+key+: VALUE        appended to the list that is there; where none is, the checks of keys refuse it
 key: null          back to its default
 """
 
@@ -18,15 +18,14 @@ from typing import Any, NamedTuple
 from ..strategies.errors import ConfigError
 from . import strict_yaml
 from .aliases import TAKEN, MicroBatches
-from .recipe import SPEC_KEYS, dotted
-from .strict_yaml import KeyPath, Mark
+from .recipe import LISTS, SPEC_KEYS
+from .strict_yaml import KeyPath, Mark, dotted
 from .translate import Notice, notice, real_key, translate, twice
 
 SECTIONS = ("policy", "data", "trainer", "optimizer", "schedule", "eval")
 #: Where a run names a class, so that ``policy: module.Class`` says the same as ``policy: {class_path: module.Class}``.
 PLACES = (("policy",), ("data", "train"), ("data", "val"), ("optimizer",), ("schedule",), ("eval", "env"))
 SHORT = {name: f"trainer.{name}" for name in ("device", "precision", "tf32")}
-LISTS = (("trainer", "callbacks"), ("trainer", "loggers"))  # which begin empty where nobody names one
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +92,17 @@ def _folders(origin: Path, named: Any, config: RunConfig) -> list[str]:
     if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
         message = f"code must be a list of folders, got {named!r}.\nWrite [.] for the file's own."
         raise config.fault(("code",), message)
+    for position, entry in enumerate(named):
+        if not Path(entry).is_absolute() and not (origin / entry).is_dir():  # else written by a run, perhaps elsewhere
+            raise config.fault(("code", position), f"code[{position}] is no folder: {entry!r}.\nName one of modules.")
     return [str((origin / entry).resolve()) for entry in named]
 
 
 def _set(config: RunConfig, key: str, value: Any, written: dict[str, str]) -> RunConfig:
     """Lay one key of the command line over a run; ``written`` says by which words keys were set before."""
     place = Mark("command line")
-    meant, word = (SHORT[key], "") if key in SHORT else real_key(key)
+    short, dot, inner = key.partition(".")
+    meant, word = (SHORT[short] + dot + inner, "") if short in SHORT else real_key(key)
     notices = [notice(f"{place}: ", word)] if word else []
     if word == key:
         value = TAKEN[word].read(value)
@@ -191,7 +194,7 @@ class _Merge:
         for key, value in over.items():
             here, old = (*path, key), base.get(key)
             value = {"class_path": value} if here in PLACES and isinstance(value, str) else value
-            if isinstance(key, str) and key.endswith("+") and here != ("code+",):
+            if isinstance(key, str) and self._appends(base, over, here):
                 merged[key[:-1]] = self._append(base, over, path, key)
             elif isinstance(old, Mapping) and isinstance(value, Mapping) and _same_class(old, value):
                 merged[key] = self.mappings(old, value, here)
@@ -199,6 +202,14 @@ class _Merge:
                 merged[key] = self.mappings({}, value, here) if isinstance(value, Mapping) else value
                 self.replaced.append(here)
         return merged
+
+    @staticmethod
+    def _appends(base: Mapping[str, Any], over: Mapping[str, Any], here: KeyPath) -> bool:
+        """Whether a key ends in ``+`` and there is what it may mean, so that it is none of a list unknown yet."""
+        *path, key = here
+        name = str(key)[:-1]
+        there = base.get(name) is not None or name in over or (*path, name) in LISTS
+        return str(key).endswith("+") and there and here != ("code+",)
 
     def _append(self, base: Mapping[str, Any], over: Mapping[str, Any], path: KeyPath, key: str) -> list[Any]:
         here, there, added = (*path, key), (*path, key[:-1]), over[key]
@@ -208,8 +219,7 @@ class _Merge:
         if old is None and there in LISTS:
             old = []
         if not isinstance(old, list):
-            found = "there is none yet" if old is None else f"{name} is {old!r}"
-            raise self._layer.fault(here, f"{name}+ appends to a list, but {found}.\nWrite {name}.")
+            raise self._layer.fault(here, f"{name}+ appends to a list, but {name} is {old!r}.\nWrite {name}.")
         if added is None:
             raise self._layer.fault(here, f"{name}+ appends nothing, got null.\nGive an item, or a list of them.")
         self._appended[here] = _Appended(there, len(old), not isinstance(added, list))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..strategies.errors import CheckpointError
 from .checkpoint_folders import MANIFEST
-from .manifest import check_files, read_manifest
+from .manifest import check_files, damaged, read_manifest
 from .newest import step_folders
 from .packing import loads, unpack
 
@@ -45,9 +45,9 @@ def _entry(folder: Path, is_last: bool) -> CheckpointEntry:
     try:
         manifest = read_manifest(folder)
         check_files(folder, manifest, contents=True)
+        metrics = _metrics(folder)
     except CheckpointError as error:
         return CheckpointEntry(name=folder.name, is_last=is_last, damage=str(error).splitlines()[0])
-    metrics = unpack(loads((folder / "training_state/callbacks.json").read_bytes()).get("metrics", {}), {})
     return CheckpointEntry(
         name=folder.name,
         is_last=is_last,
@@ -55,3 +55,12 @@ def _entry(folder: Path, is_last: bool) -> CheckpointEntry:
         size_bytes=sum(file["size"] for file in manifest["files"].values()),
         metrics={name: value for name, value in metrics.items() if name.startswith(("train/", "val/"))},
     )
+
+
+def _metrics(folder: Path) -> dict[str, float]:
+    file = "training_state/callbacks.json"
+    try:
+        found = unpack(loads((folder / file).read_bytes()).get("metrics", {}), {})
+        return {name: float(value) for name, value in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(folder, file, str(error)) from error

@@ -17,6 +17,7 @@ from ..strategies.precision import PrecisionStrategy
 from ..strategies.tree import map_tensors
 from .checkpoint import CheckpointState, read_checkpoint
 from .newest import newest_checkpoint
+from .pieces import in_memory
 from .remote import local
 from .resolve import resolve_device, resolve_precision
 from .rollout import to_tensors
@@ -47,8 +48,8 @@ def load(
 
     Raises:
         CheckpointError: There is no whole checkpoint, or it does not fit the policy.
-        ConfigError: The run's ``config.yaml`` does not build the policy; it names one for policies from a run
-            file, or with an attribute ``config``: a dict or dataclass with the arguments of their class.
+        ConfigError: There are no such weights, or the run's ``config.yaml`` does not build the policy; it names one for
+            policies from a run file, or with an attribute ``config``: a dict or dataclass with their arguments.
         DeviceUnavailableError: The device is not here.
         PrecisionError: The device cannot run the precision.
     """
@@ -58,14 +59,15 @@ def load(
 
     with local(checkpoint, warn) as where:
         folder = newest_checkpoint(where, warn, verify=verify)
-        saved = read_checkpoint(folder, verify=False)
+        saved = read_checkpoint(folder, verify=False, lazy=True)
         filled = _build(folder) if policy is None else policy
+        model = _weights(saved, weights, folder)
     facts = probe()
     place = resolve_device(device, facts).value
     compute = resolve_precision(
         saved.manifest["precision"] if precision is None else precision, place.device, facts
     ).value
-    load_policy(filled, _weights(saved, weights, folder), folder)
+    load_policy(filled, model, folder)
     warning = compute.check_native(place.device, facts)
     if warning is not None:
         warnings.warn(f"precision={compute.name!r} on {warning}.", stacklevel=2)
@@ -81,11 +83,11 @@ def load(
 def _weights(saved: CheckpointState, name: str, checkpoint: Path) -> dict[str, Tensor]:
     models = {"raw": saved.model, **saved.models}
     if not isinstance(name, str) or name not in models:
-        raise CheckpointError(
+        raise ConfigError(
             f"{checkpoint} has no weights {name!r}, but {' and '.join(sorted(models))}.\n"
             "Averaged ones are in the checkpoints of a run with the callback EMA."
         )
-    return models[name]
+    return {key: in_memory(value) for key, value in models[name].items()}
 
 
 def _build(checkpoint: Path) -> nn.Module:

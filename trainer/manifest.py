@@ -16,7 +16,7 @@ from .packing import loads, unpack
 
 FORMAT_VERSION = 1
 
-_LARGEST = 2**28  # bytes of a manifest, thousands of times what one has; a larger one would only fill the memory
+LARGEST = 2**28  # bytes of a manifest, thousands of times what one has; a larger one would only fill the memory
 
 _FILE_NAME = re.compile(r"(pretrained_model(_[a-z]+)?|training_state)/\w+\.(json|safetensors)", re.ASCII)
 
@@ -28,7 +28,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or a newer policyfit wrote it.
     """
     try:
-        if (size := _size(folder / MANIFEST)) > _LARGEST:
+        if (size := _size(folder / MANIFEST)) > LARGEST:
             raise ValueError(f"it has {size} bytes")
         packed = loads((folder / MANIFEST).read_bytes())
         manifest = unpack(packed, {})

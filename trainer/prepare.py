@@ -14,10 +14,11 @@ from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import ConfigError, DistributedError
 from ..strategies.formats import tf32_support
+from ..strategies.mailbox import Mailbox, SharedMailbox
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .counters import Counters
 from .data import TrainingData, training_data, validation_loader
-from .describe import class_of, movers
+from .describe import class_of, optimizer_settings, schedule_settings
 from .fused import prepare_optimizer
 from .optimizer import OptimizerFactory, trainable
 from .plan import Plan, data_words, rates, schedule_words, tf32_word
@@ -112,7 +113,7 @@ def prepare(
         policy,
         optimizers=parts.optimizers,
         schedules=parts.schedules,
-        mailbox=device.mailbox(MAILBOX_SIZE),
+        mailbox=_mailbox(device, parts.optimizers, trainer.precision),
         counters=counters,
         after_step=adapter.after_step,
         settings=settings,
@@ -128,7 +129,7 @@ def prepare(
         counters=counters,
         settings=settings,
         seed=seed,
-        movers=movers(parts.optimizers, parts.schedules),
+        movers=parts.movers,
     )
     return run, parts.threads
 
@@ -156,6 +157,8 @@ class _Parts:
 
     optimizers: list[Optimizer]
     schedules: list[Schedule]
+    #: See ``Run.movers``.
+    movers: dict[str, Any]
     threads: int | None
 
 
@@ -187,7 +190,7 @@ def _assemble(
     adapter.module = distribution.wrap(policy)
     precision.setup(device.device)
     precision.convert_module(policy)
-    optimizers, schedules, origin = _optimizers(adapter, optimizer, schedule)
+    optimizers, schedules, movers, origin = _optimizers(adapter, optimizer, schedule)
     forms = [prepare_optimizer(o, sharded=distribution.is_sharded) for o in optimizers]
     plan.notes += _unmoved(policy, optimizers)
 
@@ -203,7 +206,7 @@ def _assemble(
     plan.add("policy", "", f"{class_of(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
     plan.add("optimizer", "", ", ".join(forms), "; ".join([origin, *filter(None, map(rates, optimizers))]))
     plan.add("schedule", "", schedule_words(schedules))
-    return _Parts(optimizers, schedules, threads)
+    return _Parts(optimizers, schedules, movers, threads)
 
 
 def prepare_validation(
@@ -244,6 +247,19 @@ def _validation(adapter: PolicyAdapter, val_data: Any, settings: Settings, train
     )
 
 
+def _mailbox(device: DeviceStrategy, optimizers: list[Optimizer], precision: PrecisionStrategy) -> Mailbox:
+    """Where the gradients are: with shards in host memory that is not the device."""
+    where = optimizers[0].param_groups[0]["params"][0].device
+    if where.type == device.device.type:
+        return device.mailbox(MAILBOX_SIZE)
+    if precision.scale is not None:
+        raise ConfigError(
+            f"FSDP(cpu_offload=True) has the gradients on {where}, but the loss scale is on {device.device}.\n"
+            "Use precision='bf16', or leave cpu_offload out."
+        )
+    return SharedMailbox(MAILBOX_SIZE, where)
+
+
 def _check_alike(distribution: DistributionStrategy, data: TrainingData) -> None:
     """Refuse ranks that would wait for each other: those that have other data than rank 0."""
     sizes = distribution.gather((data.batches_per_epoch, data.samples_per_epoch))
@@ -270,11 +286,12 @@ def set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:
 
 def _optimizers(
     adapter: PolicyAdapter, optimizer: OptimizerFactory | None, schedule: ScheduleFactory | None
-) -> tuple[list[Optimizer], list[Schedule], str]:
+) -> tuple[list[Optimizer], list[Schedule], dict[str, Any], str]:
     if optimizer is None:
         optimizers, schedules, origin = adapter.optimizers()
     else:
         optimizers, schedules, origin = [_made_by(optimizer, adapter.policy)], [], "named by the run"
+    movers = optimizer_settings(optimizers)
     if schedule is not None:
         if len(optimizers) != 1:
             raise ConfigError(
@@ -282,7 +299,8 @@ def _optimizers(
                 "which one it moves.\nReturn the schedules from configure_optimizers instead."
             )
         schedules = [as_schedule(schedule(optimizers[0]), optimizers)]
-    return optimizers, schedules, origin
+        movers = {**optimizer_settings(optimizers), **movers}  # some write into it what is not the optimizer's
+    return optimizers, schedules, {**movers, **schedule_settings(schedules)}, origin
 
 
 def _made_by(factory: Any, policy: nn.Module) -> Optimizer:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -18,10 +17,12 @@ from . import hints
 from .aliases import REFUSED
 from .blame import culprit, nested_specs
 from .hints import parameters
-from .strict_yaml import FLOAT, KeyPath
+from .imports import FAILURES, Fault, import_named, nearest
+from .resolve import NO_PRECISION
+from .strict_yaml import FLOAT, KeyPath, dotted
 
-Fault = Callable[[KeyPath, str], ConfigError]
 SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
+LISTS = (("trainer", "callbacks"), ("trainer", "loggers"))  # which begin empty where nobody names one
 
 
 class Slot(NamedTuple):
@@ -59,8 +60,8 @@ class Recipe:
         """
         try:
             built = self.target(*given, **hints.instantiate(self.target, self.values), **self.extra)
-        except Exception as error:
-            raise self._explained(error) from error
+        except FAILURES as error:
+            raise self.explained(error) from error
         if not self.slot.accepts(type(built)):
             raise self.fault(
                 self.path,
@@ -68,7 +69,15 @@ class Recipe:
             )
         return built
 
-    def _explained(self, error: Exception) -> PolicyfitError:
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """While this is open, an error about the arguments gets its place in the run."""
+        try:
+            yield
+        except PolicyfitError as error:
+            raise type(error)(self._placed(str(error))) from error
+
+    def explained(self, error: BaseException) -> PolicyfitError:
         """The error with its place in the run: that of the object or the argument that was refused."""
         for path, spec in nested_specs(self.values, self.arguments):
             try:
@@ -85,8 +94,10 @@ class Recipe:
 
     def _placed(self, message: str) -> str:
         """The message with its place: that of the argument it names first, as errors do here, or of the class."""
-        key, message = re.match(r"(?:\w+\.)*(\w+)", message), re.sub(r"\bNone\b", "null", message)
-        at = (*self.arguments, key[1]) if key and key[1] in self.values else self.path
+        key = re.match(r"(?:\w+\.)*(?P<name>\w+)(?:\[(?P<item>\d+)\])?", message)
+        message = re.sub(r"\bNone\b", "null", message)
+        item: KeyPath = (int(key["item"]),) if key and key["item"] else ()
+        at = (*self.arguments, key["name"], *item) if key and key["name"] in self.values else self.path
         known = self.path == self.arguments or message.startswith(dotted(self.path))
         return str(self.fault(at, message if known else f"{dotted(self.path)}: {message}"))
 
@@ -102,9 +113,8 @@ def read_recipe(path: KeyPath, spec: Any, slot: Slot, fault: Fault, fill: Mappin
     """
     spec = {"class_path": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping) or "class_path" not in spec:
-        form = "Write {class_path: module.Class, init_args: {...}}."
-        raise fault(path, f"{dotted(path)} must name {slot.kind}, got {spec!r}.\n{form}")
-    target = _import((*path, "class_path"), spec["class_path"], fault)
+        raise _no_class(path, slot.kind, spec, fault)
+    target = import_named((*path, "class_path"), spec["class_path"], fault)
     known = list(parameters(target))[slot.given :]
     for key in spec:
         if key not in SPEC_KEYS:
@@ -143,31 +153,33 @@ def bind(
     )
 
 
+def _no_class(path: KeyPath, kind: str, spec: Any, fault: Fault) -> ConfigError:
+    """The error for what names no class, at the first key in it that only a class could take."""
+    arguments = [key for key in spec if key not in SPEC_KEYS] if isinstance(spec, Mapping) else []
+    inside = f"{arguments[0]}: ..." if arguments else "..."
+    form = f"Write {{class_path: module.Class, init_args: {{{inside}}}}}."
+    return fault((*path, *arguments[:1]), f"{dotted(path)} must name {kind}, got {spec!r}.\n{form}")
+
+
 def unknown_key(path: KeyPath, known: Iterable[str], fault: Fault, advice: str = "") -> ConfigError:
     """The error for a key that does not exist, with the nearest one that does."""
-    known = list(known)
-    near = nearest(str(path[-1]), known)
+    known, key = list(known), str(path[-1])
+    near = nearest(key, known)
     foreign = REFUSED.get(dotted(tuple(part for part in path if part != "init_args")))
+    plain = [name for name in known if not name.endswith("+")]
+    if key.endswith("+") and key[:-1] in plain:
+        name = dotted((*path[:-1], key[:-1]))
+        return fault(path, f"{name}+ appends to a list, but there is none yet.\nWrite {name}.")
     if foreign:
         advice = f"\nIt is {foreign.origin}'s: write {foreign.instead}."
+    elif "." in key.strip("."):
+        outer, _, inner = key.partition(".")
+        advice = f"\nKeys are nested in a file: {outer}: {{{': {'.join(inner.split('.'))}: ...{'}' * key.count('.')}."
     if not advice and near:
         advice = f" Did you mean {dotted((*path[:-1], near))}?"
     elif not advice:
-        advice = f"\nValid here: {', '.join(known)}." if known else "\nNothing can be set here."
+        advice = f"\nValid here: {', '.join(plain)}." if plain else "\nNothing can be set here."
     return fault(path, f"{dotted(path)} is not a valid key.{advice}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """What was probably meant: a name that begins so, or one that is spelled much like it; case does not count."""
-    names, word = {name.lower(): name for name in known}, word.lower()
-    begins = [name for name in names if word and name.startswith(word)]
-    near = [word] if word in names else begins or get_close_matches(word, names, n=1, cutoff=0.5)
-    return names[near[0]] if near else None
-
-
-def dotted(path: KeyPath) -> str:
-    """``("trainer", "callbacks", 0)`` as a person writes it: ``trainer.callbacks[0]``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def name_of(target: Any) -> str:
@@ -193,7 +205,8 @@ def _check(
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            raise unknown_key((*path, name), known, fault)
+            lists = [f"{key}+" for key in known if (*path, key) in LISTS or isinstance(values.get(key), list)]
+            raise unknown_key((*path, name), [*known, *lists], fault)
         if value is not None or known[name].takes_null:
             checked[name] = _value((*path, name), known[name].options, value, fault)
     for name, parameter in known.items():
@@ -208,16 +221,14 @@ def _check(
 def _value(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) -> Any:
     if isinstance(value, str) and hints.takes_a_class(options) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
         value = {"class_path": value}
+    settings_alone = all(is_dataclass(option) for option in options if option is not NoneType)
+    if settings_alone and not (value is None or isinstance(value, Mapping)):  # jsonargparse would build with it
+        raise _wrong_type(path, options, value, fault)
     if isinstance(value, list):
         inside = hints.item_options(options, 0)
         return [_value((*path, i), inside, item, fault) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
-        pythons = value == "None" and NoneType in options  # as text, it would name a folder None
-        if pythons or (isinstance(value, str) and hints.takes_numbers_alone(options)):
-            hint = " Write it without quotes if you mean the number." if FLOAT.fullmatch(str(value)) else ""
-            hint = " Write null, as None is Python's word." if pythons else hint
-            raise fault(path, f"{dotted(path)} must be {hints.words(options)}, got {value!r}.{hint}")
-        return hints.coerce(value, options)
+        return _plain(path, options, value, fault)
     if "class_path" in value:
         return _nested(path, options, value, fault)
     for option in options:
@@ -225,20 +236,50 @@ def _value(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) ->
             settings = bind(path, option, value, fault)
             settings.build()  # which checks them
             return settings.values
+    if hints.classes(options) and not hints.takes_keys(options):
+        raise _no_class(path, _kind(hints.classes(options)), value, fault)
     inside = hints.item_options(options, 1)
     return {key: _value((*path, key), inside, item, fault) for key, item in value.items()}
 
 
-def _nested(path: KeyPath, options: tuple[Any, ...], spec: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
-    """The spec of an object that is an argument of another."""
+def _plain(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) -> Any:
+    """A word or a number in the type that leaves no doubt."""
+    pythons = value == "None" and NoneType in options  # as text, it would name a folder None
+    found = value if pythons else hints.coerce(value, options)
+    if pythons or (isinstance(found, str) and hints.takes_no_text(options) and found not in hints.choices(options)):
+        raise _wrong_type(path, options, value, fault)
+    return found
+
+
+def _wrong_type(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) -> ConfigError:
+    near = nearest(str(value), hints.choices(options))
+    advice = f" Did you mean {near!r}?" if near else ""
+    if str in options and isinstance(value, bool | int | float):
+        advice = " Write it in quotes if you mean the text."
+    elif NoneType in options and value == "None":
+        advice = " Write null, as None is Python's word."
+    elif NoneType in options and (value is False or str(value).lower() in NO_PRECISION):
+        advice = " Write null for none."
+    elif isinstance(value, str) and FLOAT.fullmatch(value) and not {int, float}.isdisjoint(options):
+        advice = " Write it without quotes if you mean the number."
+    return fault(path, f"{dotted(path)} must be {hints.words(options)}, got {value!r}.{advice}")
+
+
+def _kind(classes: Iterable[type]) -> str:
+    return " or ".join(f"a {option.__name__}" for option in classes)
+
+
+def _nested(path: KeyPath, options: tuple[Any, ...], spec: Mapping[str, Any], fault: Fault) -> dict[str, Any] | str:
+    """The spec of an object that is an argument of another; of a function that is meant itself, its path."""
     if hints.takes_a_maker(options):
-        target = _import((*path, "class_path"), spec["class_path"], fault)
+        target = import_named((*path, "class_path"), spec["class_path"], fault)
+        if not isinstance(target, type) and set(spec) == {"class_path"}:
+            return str(spec["class_path"])
         arguments = _mapping(path, "init_args", spec, fault)
         return {**spec, "init_args": _check((*path, "init_args"), target, arguments, fault, partial=True)}
-    classes = [option for option in options if isinstance(option, type) and option not in (NoneType, str)]
-    slot = ANYTHING
+    classes, slot = hints.classes(options), ANYTHING
     if classes and not any(getattr(option, "_is_protocol", False) for option in classes) and Any not in options:
-        slot = Slot(" or ".join(f"a {option.__name__}" for option in classes), lambda c: issubclass(c, tuple(classes)))
+        slot = Slot(_kind(classes), lambda found: issubclass(found, classes))
     return {**spec, "init_args": read_recipe(path, spec, slot, fault).values}
 
 
@@ -254,47 +295,8 @@ def _check_types(path: KeyPath, target: Any, values: Mapping[str, Any], fault: F
             for name, value in values.items():
                 _check_types(path, target, {name: value}, fault)
         (name, value), *_ = values.items()
-        options = parameters(target)[name].options
-        near = nearest(str(value), hints.choices(options))
-        hint = f" Did you mean {near!r}?" if near else ""
-        if str in options and isinstance(value, bool | int | float):
-            hint = " Write it in quotes if you mean the text."
         at = (*path, name)
         missing = re.search(r"arguments are required: (\w+)", str(error))
         if missing:
             raise fault(at, f"{dotted((*at, 'init_args', missing[1]))} is missing.") from error
-        raise fault(at, f"{dotted(at)} must be {hints.words(options)}, got {value!r}.{hint}") from error
-
-
-def _import(path: KeyPath, name: Any, fault: Fault) -> Any:
-    """What ``module.Class`` names: a class or a function."""
-    parts = name.split(".") if isinstance(name, str) else []
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise fault(path, f"{dotted(path)} must be written module.Class, as torch.optim.AdamW is, got {name!r}.")
-    found, rest = _import_module(path, parts, fault)
-    for part in rest:
-        if not hasattr(found, part):
-            near = nearest(part, dir(found))
-            hint = f" Did you mean {near}?" if near else ""
-            raise fault(path, f"{dotted(path)}: {getattr(found, '__name__', found)} holds no {part}.{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise fault(path, f"{dotted(path)}: {name} is neither a class nor a function, but {found!r}.\nName one.")
-    return found
-
-
-def _import_module(path: KeyPath, parts: list[str], fault: Fault) -> tuple[Any, list[str]]:
-    for length in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:length])
-        try:
-            return importlib.import_module(module), parts[length:]
-        except Exception as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is None or not f"{module}.".startswith(f"{missing}."):
-                cause = f"{type(error).__name__}: {error}"
-                raise fault(path, f"{dotted(path)}: importing {module} failed: {cause}\nCorrect it.") from error
-    raise fault(
-        path,
-        f"{dotted(path)}: there is no module {parts[0]}, neither installed nor beside the run file.\n"
-        "Install it, put it beside the run file, or list its folder under code.",
-    )
+        raise _wrong_type(at, parameters(target)[name].options, value, fault) from error

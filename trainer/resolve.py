@@ -23,7 +23,7 @@ from ..strategies.device import (
 from ..strategies.distributed import DistributionStrategy, SingleProcess
 from ..strategies.errors import ConfigError
 from ..strategies.fabric import FabricPlugin, fabric_precision, is_fabric_plugin
-from ..strategies.facts import MachineFacts, describe, local_rank, world_size
+from ..strategies.facts import MachineFacts, describe, local_rank, probe, world_size
 from ..strategies.formats import bf16_support, fp16_support
 from ..strategies.fsdp import FSDP
 from ..strategies.mixed import BF16, FP16
@@ -40,7 +40,7 @@ from ..strategies.scaler import GradScalerConfig
 T = TypeVar("T")
 
 _DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "rocm", "hip")
-_DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu|rocm|hip)(?::(0|[1-9]\d*))?")
+DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu|rocm|hip)(?::(0|[1-9]\d*))?")
 _MEANT_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps", "intel": "xpu"}
 #: The words that mean "no", beside ``None`` and ``False``: YAML reads an unquoted no as False, an empty value as None.
 NO_PRECISION = ("no", "none", "off", "false", "null")
@@ -52,6 +52,8 @@ _MEANT_PRECISIONS = {
     ("16", "float16", "half"): "fp16",
     ("64", "float64", "double"): "64-true",
 }
+PRECISIONS = ("auto", "no", "bf16", "fp16", "bf16-true", "16-true", "64-true", *LIGHTNING_PRECISIONS)
+DISTRIBUTIONS: dict[str, type[DistributionStrategy]] = {"none": SingleProcess, "ddp": DDP, "fsdp": FSDP}
 #: What ``accelerate launch --mixed_precision`` sets for its processes, and in what they would compute.
 _LAUNCHER = "ACCELERATE_MIXED_PRECISION"
 _COMPUTES_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -101,7 +103,7 @@ def choose_precision(device: torch.device, facts: MachineFacts) -> tuple[Literal
 
 
 def _named(request: object, facts: MachineFacts) -> DeviceStrategy:
-    found = _DEVICE.fullmatch(request) if isinstance(request, str) else None
+    found = DEVICE.fullmatch(request) if isinstance(request, str) else None
     if found is None:
         raise ConfigError(_no_device(request, facts))
     plain, kind, index = found.groups()
@@ -127,7 +129,7 @@ def _no_device(request: object, facts: MachineFacts) -> str:
         makers = {"cuda": "NVIDIA's and AMD's", "mps": "Apple's", "xpu": "Intel's"}[meant]
         return f"{valid}, got {request!r}.\nUse device={meant!r} for {makers} GPUs, or device='auto'."
     kind = word.partition(":")[0]
-    near = [word] if _DEVICE.fullmatch(word) else get_close_matches(kind, _DEVICES, n=1, cutoff=0.7)
+    near = [word] if DEVICE.fullmatch(word) else get_close_matches(kind, _DEVICES, n=1, cutoff=0.7)
     if near:
         return f"{valid}, got {request!r}.\nUse device={near[0]!r}."
     here = [f"cuda:{i}" for i in range(len(facts.cuda))] + ["mps"] * facts.mps
@@ -187,6 +189,20 @@ def resolve_precision(
     )
 
 
+def check_words(device: object, precision: object, distributed: object) -> None:
+    """Refuse what no machine knows, without a look at this one.
+
+    Raises:
+        ConfigError: A word is none of those that there are.
+    """
+    if isinstance(device, str) and not DEVICE.fullmatch(device):
+        raise ConfigError(_no_device(device, probe()))
+    if isinstance(precision, str) and plain_precision(precision) not in PRECISIONS:
+        raise ConfigError(_no_precision(precision))
+    if isinstance(distributed, str) and distributed not in ("auto", *DISTRIBUTIONS):
+        raise ConfigError(_no_distribution(distributed))
+
+
 def plain_precision(request: object) -> Any:
     """The request, with "no" for every way in which YAML, a shell or Python says that; a number as a word."""
     word = request.strip().lower() if isinstance(request, str) else request
@@ -214,12 +230,17 @@ def _precision_of(request: object) -> PrecisionStrategy:
         from lightning_fabric.plugins.precision import DoublePrecision
 
         return fabric_precision(DoublePrecision())
+    raise ConfigError(_no_precision(request))
+
+
+def _no_precision(request: object) -> str:
+    valid = f"precision must be no, bf16, fp16 or auto, or a precision strategy, got {request!r}."
     word = str(request).strip().lower()
+    if re.fullmatch(r"(\w+\.)+\w+", word):
+        return f"{valid}\nA class is written {{class_path: {str(request).strip()}}}."
     near = next((meant for words, meant in _MEANT_PRECISIONS.items() if word in words), None)
     near = near or next(iter(get_close_matches(word, ("no", "bf16", "fp16", "auto"), n=1)), "auto")
-    raise ConfigError(
-        f"precision must be no, bf16, fp16 or auto, or a precision strategy, got {request!r}.\nUse precision={near!r}."
-    )
+    return f"{valid}\nUse precision={near!r}."
 
 
 def _check_launcher(strategy: PrecisionStrategy, facts: MachineFacts) -> None:
@@ -244,16 +265,19 @@ def resolve_distribution(request: str | DistributionStrategy, facts: MachineFact
     if isinstance(request, DistributionStrategy):
         request.check(facts)
         return Choice(value=request, asked=request.name, chosen=request.name, reason="an object was given")
-    kinds: dict[str, type[DistributionStrategy]] = {"none": SingleProcess, "ddp": DDP, "fsdp": FSDP}
-    if request not in ("auto", *kinds):
-        near = next(iter(get_close_matches(str(request).strip().lower(), ("auto", *kinds), n=1)), "auto")
-        raise ConfigError(
-            f"distributed must be auto, none, ddp or fsdp, or a distribution strategy, got {request!r}.\n"
-            f"Use distributed={near!r}."
-        )
+    if request not in ("auto", *DISTRIBUTIONS):
+        raise ConfigError(_no_distribution(request))
     world = world_size(facts)
     chosen = request if request != "auto" else "ddp" if world > 1 else "none"
-    strategy = kinds[chosen]()
+    strategy = DISTRIBUTIONS[chosen]()
     strategy.check(facts)
     reason = f"a launcher started {world} processes" if world > 1 else "one process"
     return Choice(value=strategy, asked=request, chosen=chosen, reason=reason)
+
+
+def _no_distribution(request: object) -> str:
+    near = next(iter(get_close_matches(str(request).strip().lower(), ("auto", *DISTRIBUTIONS), n=1)), "auto")
+    return (
+        f"distributed must be auto, none, ddp or fsdp, or a distribution strategy, got {request!r}.\n"
+        f"Use distributed={near!r}."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -43,11 +44,13 @@ class Run:
     counters: Counters
     settings: Settings
     seed: int
-    #: The settings of optimizers and schedules before the first step, by name; see ``describe.movers``.
+    #: The settings of optimizers and schedules before the first step, by name; see ``describe.py``.
     movers: dict[str, Any]
     means: Means = field(default_factory=Means)
     lock: ExitStack = field(default_factory=ExitStack)
     run_dir: Path = Path()
+    #: What its checkpoints are told from another run's by; kept by a run that goes on in its folder or from its copy.
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
     stop_reason: str | None = None
     exit_code: int = 0
     in_window: bool = False
@@ -231,7 +234,7 @@ class Run:
             Exception: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
         """
         distribution, updater = self.distribution, self.updater
-        if distribution.world_size == 1:
+        if distribution.world_size == 1 or distribution.is_lost(error):
             raise error
         distribution.report(error)
         if not distribution.can_contribute_nothing or updater.half_applied or isinstance(error, DistributedError):

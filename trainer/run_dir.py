@@ -116,7 +116,8 @@ def newest_run(parent: Path = Path("runs")) -> Path:
     Raises:
         ConfigError: There is none.
     """
-    found = [p for p in parent.iterdir() if has_checkpoint(p)] if parent.is_dir() else []
+    runs = [p for p in parent.iterdir() if not p.name.startswith(".")] if parent.is_dir() else []  # else it is arriving
+    found = [p for p in runs if has_checkpoint(p)]
     if not found:
         raise ConfigError(
             f"resume='last' was requested without a run_dir, and no run under {parent}/ has a checkpoint.\n"

@@ -75,7 +75,8 @@ class OrderedDraws(Draws):
         world_size: int = 1,
     ) -> None:
         super().__init__(rank, world_size)
-        self.n, self.batch_size, self.seed, self.shuffle = n, batch_size, seed, shuffle
+        self.n, self.batch_size, self.seed = n, batch_size, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
         self._step = batch_size or 1
         self._stride = self._step * world_size
         self.count = n // self._stride if drop_last else -(-n // self._stride)
@@ -142,7 +143,7 @@ class KeptDraws(Draws):
         goes_on = carried.begin()
         taken = self._taken(drawn_in(streams, self.source, carried.enter))
         number = start
-        for indices, share in taken if goes_on else beginning_at(start, taken, epoch):
+        for indices, share in taken if goes_on else beginning_at(start, taken, epoch, may_end=carried.was_rounded()):
             carried.note(epoch, number + 1, streams)
             self._shares[number] = share
             yield Draw(epoch, indices, number * self._world_size + self._rank)
@@ -155,14 +156,16 @@ class KeptDraws(Draws):
         return in_turn(drawn, self._rank, self._world_size)
 
 
-def beginning_at(start: int, drawn: Iterator[Any], epoch: int) -> Iterator[Any]:
+def beginning_at(start: int, drawn: Iterator[Any], epoch: int, *, may_end: bool) -> Iterator[Any]:
     """Drop what comes before micro-batch ``start``.
 
     Raises:
-        ConfigError: There are fewer.
+        ConfigError: There are fewer, and the epoch may not end before it.
     """
     for number in range(start):
         if next(drawn, _END) is _END:
+            if may_end:
+                return
             raise too_short(number, start, epoch)
     yield from drawn
 

@@ -90,7 +90,8 @@ class WarmupCosine(LRScheduler):
     """Linear warm-up, then half a cosine down to ``min_factor`` of each group's learning rate.
 
     Args:
-        warmup_steps: Landed steps until the full learning rate; the first step uses ``1 / (warmup_steps + 1)``.
+        warmup_steps: Landed steps until the full learning rate; the first step uses ``1 / (warmup_steps + 1)``. A run
+            that is shorter, as a quick try may be, is warm-up from end to end.
         total_steps: Landed steps until the floor; the run file fills it from ``trainer.max_steps``.
         min_factor: The floor, as a part of the learning rate, 0 to 1.
 

@@ -19,10 +19,18 @@ from .. import callbacks
 from ..strategies.mixed import BF16, FP16
 from .config import Evaluation
 from .hints import NO, YES, options, parameters
+from .resolve import DEVICE, DISTRIBUTIONS, NO_PRECISION, PRECISIONS
 from .schedule import WarmupCosine
 from .trainer import Trainer
 
 Schema = dict[str, Any]
+
+
+def _cased(words: Iterable[str]) -> list[str]:
+    """The words as a person may write them, each once."""
+    listed = list(words)
+    return list(dict.fromkeys([*listed, *map(str.capitalize, listed)]))
+
 
 CLASS: Schema = {"$ref": "#/definitions/class"}
 NULL: Schema = {"type": "null"}
@@ -30,11 +38,24 @@ VARIABLE: Schema = {"type": "string", "pattern": r"\$\{env:"}
 EXAMPLES = {
     "device": ["auto", "cpu", "cuda", "cuda:0", "mps", "xpu"],
     "precision": ["no", "bf16", "fp16", "auto"],
-    "distributed": ["auto", "none"],
+    "distributed": ["auto", *DISTRIBUTIONS],
 }
-_BOOLEANS = [True, False, *(word for word in YES + NO if word not in ("true", "false"))]
+#: The ranges of the trainer's and the evaluation's keys.
+_LEAST = {
+    **dict.fromkeys(("max_steps", "max_epochs", "batch_size", "accumulate", "max_skips", "episodes"), 1),
+    **dict.fromkeys(("workers", "val_every", "log_every", "seed"), 0),
+}
+LIMITS: dict[str, Schema] = {
+    **{name: {"minimum": least} for name, least in _LEAST.items()},
+    **{name: {"exclusiveMinimum": 0} for name in ("clip_norm", "clip_value")},
+    "device": {"pattern": f"^({DEVICE.pattern})$"},
+    "precision": {"enum": [*PRECISIONS, *_cased(NO_PRECISION)]},
+    "distributed": {"enum": ["auto", *DISTRIBUTIONS]},
+}
+_NARROWED: list[Schema] = [{"type": "integer"}, {"type": "number"}, {"type": "string"}]
+_BOOLEANS = [True, False, *_cased(word for word in YES + NO if word not in ("true", "false"))]
 _PLAIN: dict[Any, Schema] = {
-    bool: {"enum": [*_BOOLEANS, *(word.capitalize() for word in _BOOLEANS if isinstance(word, str))]},
+    bool: {"enum": _BOOLEANS},
     int: {"type": "integer"},
     float: {"type": "number"},
     str: {"type": "string"},
@@ -45,11 +66,11 @@ _PLAIN: dict[Any, Schema] = {
 def schema() -> Schema:
     """The schema of a whole run file, in JSON Schema's draft 7, which editors read."""
     optional = _any_of([CLASS, NULL])
-    trainer = _arguments(Trainer)
+    trainer = _limited(_arguments(Trainer))
     for name in ("callbacks", "loggers"):
         more = f"Appended to the {name} of the files before."
         trainer["properties"][f"{name}+"] = _any_of([{"type": "array", "items": CLASS}, CLASS]) | {"description": more}
-    evaluation = _arguments(Evaluation)
+    evaluation = _limited(_arguments(Evaluation))
     evaluation["properties"]["env"] = optional
     sections = {
         "policy": _described(CLASS, "What is trained, a torch.nn.Module."),
@@ -70,7 +91,7 @@ def schema() -> Schema:
 
 def _class() -> Schema:
     """A class named by its path, or with its arguments; those of policyfit and some of torch are checked."""
-    path = {"type": "string", "pattern": r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"}
+    path = {"type": "string", "pattern": rf"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$|{VARIABLE['pattern']}"}
     named = _object({"class_path": path, "init_args": {}, "dict_kwargs": {"type": ["object", "null"]}})
     named |= {"type": "object", "required": ["class_path"]}
     named["allOf"] = [
@@ -102,6 +123,15 @@ def _arguments(target: type) -> Schema:
         key = _described(key, texts[name]) if name in texts else key
         keys[name] = {**key, **({"examples": EXAMPLES[name]} if name in EXAMPLES else {})}
     return _object(keys)
+
+
+def _limited(arguments: Schema) -> Schema:
+    """The keys with the values that are in range; what a type alone says is narrowed."""
+    for name, limit in LIMITS.items():
+        if name in arguments["properties"]:
+            key = arguments["properties"][name]
+            key["anyOf"] = [{**way, **limit} if way in _NARROWED else way for way in key["anyOf"]]
+    return arguments
 
 
 def _type(hint: Any) -> Schema:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
 
 from ..strategies.checks import number, seed_number, whole
 from ..strategies.errors import ConfigError
@@ -17,6 +20,7 @@ _OPTIONAL = {
     "val_every": "to validate once, at the end",
     "log_every": "to log only at the end",
 }
+_NEVER = ("val_every", "log_every")  # where 0 means the same as None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +48,11 @@ class Settings:
         whole("trainer.accumulate", self.accumulate, 1, "Use 1 to update after every micro-batch.")
         whole("trainer.max_skips", self.max_skips, 1, "Use 1 to end the run at the first update that is skipped.")
         for name, without in _OPTIONAL.items():
-            if getattr(self, name) is not None:
-                whole(f"trainer.{name}", getattr(self, name), 1, f"Use None {without}.")
+            value = getattr(self, name)
+            if name in _NEVER and type(value) is int and value == 0:
+                object.__setattr__(self, name, None)
+            elif value is not None:
+                whole(f"trainer.{name}", value, 1, f"Use None {without}.")
         if self.workers != "auto":
             remedy = "Use 'auto' to let the device decide, or 0 to make batches in the process that trains."
             whole("trainer.workers", self.workers, 0, remedy)
@@ -68,3 +75,46 @@ class Settings:
             raise ConfigError(
                 f"trainer.tf32 must be true, false or null, got {self.tf32!r}.\nUse null to leave it as it is."
             )
+
+
+def listed(name: str, given: object) -> tuple[Any, ...]:
+    """The items of a list; ``None`` is none.
+
+    Raises:
+        ConfigError: It is no list, nor anything else with items.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ConfigError(f"{name} must be a list, got {given!r}.\nPut a single one in a list, too.")
+    return tuple(given)
+
+
+def checked_loggers(given: object) -> tuple[Any, ...]:
+    """The loggers, each with what a run calls.
+
+    Raises:
+        ConfigError: One is no logger.
+    """
+    loggers = listed("trainer.loggers", given)
+    for position, logger in enumerate(loggers):
+        made = not isinstance(logger, type)
+        if not (made and all(callable(getattr(logger, name, None)) for name in ("log_metrics", "finalize"))):
+            raise ConfigError(
+                f"trainer.loggers[{position}] must be a logger, with log_metrics and finalize as Fabric's have, "
+                f"got {logger!r}.\nMake one; a run file writes {{class_path: module.Class, init_args: {{...}}}}."
+            )
+    return loggers
+
+
+def run_folder(given: object) -> Path | None:
+    """The folder of a run, absolute; ``None`` leaves it to the run.
+
+    Raises:
+        ConfigError: It is no path, or an empty one, which would be the current folder.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | PathLike) or not str(given).strip():
+        raise ConfigError(f"trainer.run_dir must be a folder, got {given!r}.\nUse None for a new one under runs/.")
+    return Path(given).absolute()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,35 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..strategies.errors import CallbackError, CheckpointError, ConfigError
+from ..strategies.errors import CallbackError, CheckpointError, ConfigError, PolicyfitError
 from . import changes
-from .checkpoint import CheckpointState, write_checkpoint
+from .checkpoint import CheckpointState, begin, write_checkpoint
 from .counters import Counters
 from .describe import class_path, policy_config
 from .metrics import added
 from .newest import point_last_at
+from .outcome import Outcome
 from .remote import RemoteRun
 from .rng import capture as capture_streams
 from .rng import derive_seed, seed_everything
 from .rng import restore as put_streams
 from .run import Run
+from .shards import in_shards, write_in_shards
 from .together import on_main, parts, whole
 
 
-def capture(run: Run, extra: dict[str, Any], *, exact: bool = True) -> CheckpointState:
+def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated: bool = False) -> CheckpointState:
     """The run as it stands, every update settled and, if ``exact``, no window open.
 
     Args:
         extra: What callbacks added in ``on_save_checkpoint``; ``models``, whole state dicts of the policy by name, go
             into files of their own.
+        consolidated: Put weights together on rank 0 also where each rank writes what it holds.
     """
     ranks = run.distribution
-    models = {name: whole(ranks, model) for name, model in extra.pop("models", {}).items()}
+    in_parts = ranks.saves_shards and not consolidated
+    models, model = extra.pop("models", {}), run.policy.state_dict()
+    if not in_parts:
+        models, model = whole(ranks, models), whole(ranks, model)
+    optimizers = [optimizer.state_dict() for optimizer in run.updater.optimizers]
     # A run that was resumed and has not drawn a batch yet still has its streams to come.
     streams = ranks.gather(capture_streams(run.device) if run.streams is None else run.streams)
-    return CheckpointState(
+    outcome = run.updater.outcome
+    state = CheckpointState(
         models=models,
         manifest={
+            "run": run.id,
             "counters": run.counters.to_dict(),
             "seed": run.seed,
             "precision": run.precision.name,
@@ -51,9 +61,9 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True) -> Checkpoin
             "settings": changes.plain_settings(run),
             "exact": exact,
         },
-        model=whole(ranks, run.policy.state_dict()),
+        model=model,
         policy_config=policy_config(run.policy),
-        optimizers=[whole(ranks, o.state_dict()) for o in run.updater.optimizers],
+        optimizers=optimizers if ranks.saves_shards else whole(ranks, optimizers),
         schedules=[s.state_dict() for s in run.schedules],
         scaler=run.precision.state_dict(),
         rng=streams[0],
@@ -65,17 +75,22 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True) -> Checkpoin
             "metrics": dict(run.trainer.metrics),
             "validated_step": run.validated_step,
             "logged_step": run.logged_step,
+            "outcome": None if outcome is None else outcome._replace(norms=None, names=())._asdict(),
+            "lr": float(run.updater.lr),
             "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
         },
     )
+    return in_shards(ranks, state, weights=in_parts) if ranks.saves_shards else state
 
 
-def save(run: Run, path: str | Path | None, *, background: bool, exact: bool, remote: str | None) -> Path:
+def save(
+    run: Run, path: str | Path | None, *, background: bool, exact: bool, remote: str | None, consolidated: bool
+) -> Path:
     """Write the run's checkpoint to ``path``, or as that of its step, to which ``last`` then points.
 
     Raises:
         CallbackError: A window is open, and the checkpoint is to be exact.
-        CheckpointError: It could not be written, or in the foreground not be copied to ``remote``.
+        CheckpointError: It could not be written.
     """
     if run.in_window and exact:
         raise CallbackError(
@@ -94,32 +109,48 @@ def save(run: Run, path: str | Path | None, *, background: bool, exact: bool, re
     run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
     folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
 
+    ranks = run.distribution
+    temporary = on_main(ranks, partial(begin, folder)) if ranks.saves_shards else None
+
     def write(captured: CheckpointState) -> None:
-        write_checkpoint(folder, captured)
+        if temporary is not None:
+            write_in_shards(ranks, temporary, folder, captured)
+        else:
+            write_checkpoint(folder, captured)
+
+    def finish() -> None:
         if path is None:
             point_last_at(folder)
         if remote is not None:
             try:
-                RemoteRun(remote).upload(folder)
+                RemoteRun(remote, run.id).upload(folder)
             except CheckpointError as error:  # the checkpoint itself is whole: no reason to end a run
-                if not background:
-                    raise
                 run.saver.notices.append(f"{error} The next save is copied again.")
 
-    captured = capture(run, extra, exact=exact)
-    if not background:
-        on_main(run.distribution, partial(write, captured))
-    elif run.distribution.is_main:
-        run.saver.save(captured, write)
+    def write_and_finish(captured: CheckpointState) -> None:
+        write(captured)
+        if ranks.is_main:
+            finish()
+
+    captured = capture(run, extra, exact=exact, consolidated=consolidated)
+    if background:
+        if ranks.is_main or ranks.saves_shards:
+            run.saver.save(captured, write_and_finish)
+    elif ranks.saves_shards:
+        write(captured)
+        on_main(ranks, finish)
+    else:
+        on_main(ranks, partial(write_and_finish, captured))
     return folder
 
 
-def restore(run: Run, saved: CheckpointState, checkpoint: Path, asked: Iterable[str]) -> list[str]:
+def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Iterable[str]) -> list[str]:
     """Put a run where it was saved; returns remarks on what was not taken over as it was.
 
     The optimizers come before the scaler, and the random streams wait until the data iterator exists.
 
     Args:
+        checkpoint: Where it is, for people.
         asked: The changes that were asked for by name; see ``changes.py``.
 
     Raises:
@@ -132,22 +163,27 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path, asked: Iterable[
     report.changed += changes.changed_settings(run, manifest)
     load_policy(run.policy, parts(run.distribution, saved.model, run.policy.state_dict()), checkpoint)
     report.kept.append("the weights")
-    changes.renew_statistics(run, found, asked, report)
+    changes.renew_statistics(run, saved, found, asked, report)
     changes.load_movers(run, saved, checkpoint, found, report)
-    _load_scaler(run, saved, report)
+    with _taking_back("the state of the loss scale", checkpoint):
+        _load_scaler(run, saved, report)
     counters = Counters.from_dict(manifest["counters"])
     for name in Counters.__dataclass_fields__:
         setattr(run.counters, name, getattr(counters, name))
     run.resumed_step = counters.step
-    changes.place_in_data(run, manifest, found, report)
-    run.data.load_state(None if "data" in found else saved.callbacks.get("data"))
-    if run.distribution.is_main:  # those of all ranks
-        run.means.load_state_dict(saved.callbacks.get("means", {}))
-    run.trainer.remember(saved.callbacks.get("metrics", {}))
-    run.validated_step = saved.callbacks.get("validated_step")
-    run.logged_step = saved.callbacks.get("logged_step", counters.step)
+    with _taking_back("the position in the data", checkpoint):
+        changes.place_in_data(run, saved, found, report)
+    with _taking_back("the log", checkpoint):
+        if run.distribution.is_main:  # those of all ranks
+            run.means.load_state_dict(saved.callbacks.get("means", {}))
+        run.trainer.remember(saved.callbacks.get("metrics", {}))
+        run.validated_step = saved.callbacks.get("validated_step")
+        run.logged_step = saved.callbacks.get("logged_step", counters.step)
+        outcome, lr = saved.callbacks.get("outcome"), saved.callbacks.get("lr", run.updater.lr)
+        run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))
     run.resumed = True
-    missing = run.callbacks.load_state_dict(saved.callbacks.get("states", {}))
+    with _taking_back("the state of a callback", checkpoint):
+        missing = run.callbacks.load_state_dict(saved.callbacks.get("states", {}))
     report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
     streams = [saved.rng, *saved.rng_of_others]
     run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
@@ -170,7 +206,21 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path, asked: Iterable[
     ]
 
 
-def load_policy(policy: torch.nn.Module, model: dict[str, Tensor], checkpoint: Path) -> None:
+@contextmanager
+def _taking_back(part: str, checkpoint: Path | str) -> Iterator[None]:
+    """Name the part whose content makes no sense, though it is what was written."""
+    try:
+        yield
+    except PolicyfitError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint}: {part} cannot be taken back: {type(error).__name__}: {error}.\n"
+            "Resume from another checkpoint, with the callbacks of the run."
+        ) from error
+
+
+def load_policy(policy: torch.nn.Module, model: dict[str, Tensor], checkpoint: Path | str) -> None:
     """Load the weights, all of them and no others.
 
     Raises:

@@ -43,6 +43,7 @@ TWO_MEANINGS = (
 )
 LONGEST_NUMBER = 300  # characters; int() of a much longer one is slow and then refused by Python
 DEEPEST = 100  # levels; the readers recurse
+LARGEST_FILE = 10_000_000  # bytes; a device such as /dev/zero never ends
 LARGEST_DOCUMENT = 100_000  # values; aliases of aliases grow exponentially
 
 
@@ -66,6 +67,11 @@ class Document:
     marks: dict[KeyPath, Mark] = field(default_factory=dict)
 
 
+def dotted(path: KeyPath) -> str:
+    """``("trainer", "callbacks", 0)`` as a person writes it: ``trainer.callbacks[0]``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
 def read_file(path: str | Path) -> Document:
     """The one document of a YAML (or JSON) file.
 
@@ -73,16 +79,26 @@ def read_file(path: str | Path) -> Document:
         ConfigError: The file is missing, unreadable, empty or not text, or its text is refused.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder, but a YAML file was expected.\nName the file in it.")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder, but a YAML file was expected.\nName the file in it.")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a YAML file was expected.\nCheck the path.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8 (byte {error.start}).\nSave it as UTF-8.") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.\nCheck the path and its permissions.") from error
+    if len(content) > LARGEST_FILE:
+        size = f"{LARGEST_FILE // 1_000_000} MB"
+        raise ConfigError(f"{path} is larger than {size}, so it is no run file.\nCheck the path.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = content[: error.start].decode("utf-8-sig")
+        raise ConfigError(
+            f"{_mark_after(before, str(path))}: this is not text in UTF-8 (byte {error.start} of the file).\n"
+            "Save the file as UTF-8."
+        ) from error
     return read_text(text, str(path))
 
 
@@ -107,8 +123,8 @@ def read_text(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
     except yaml.reader.ReaderError as error:
-        message = f"{name}: the character {chr(error.character)!r} is not allowed in YAML text."
-        raise ConfigError(message) from error
+        place, found = _mark_after(text[: error.position], name), chr(error.character)
+        raise ConfigError(f"{place}: the character {found!r} is not allowed in YAML text.\nRemove it.") from error
     if len(nodes) > 1:
         raise ConfigError(
             f"{_mark(nodes[1], name)}: a second document begins here, but one file describes one run.\n"
@@ -209,7 +225,7 @@ class _Builder:
         if self._count > LARGEST_DOCUMENT:
             raise self._error(node, f"the file holds more than {LARGEST_DOCUMENT} values, counting each alias.")
         if node.id == "scalar":
-            return self._scalar(node)
+            return self._scalar(node, path)
         if any(node is outer for outer in self._open):
             raise self._error(node, "this anchor contains itself.\nWrite its value out.")
         self._open.append(node)
@@ -219,17 +235,17 @@ class _Builder:
 
     def _mapping(self, node: Any, path: KeyPath) -> dict[str | int, Any]:
         mapping: dict[str | int, Any] = {}
+        written: dict[str, str | int] = {}  # 1 and "1" are one key to whoever reads it
         for key_node, value_node in node.value:
-            key = self._scalar(key_node) if key_node.id == "scalar" else None
+            key = self._scalar(key_node, ()) if key_node.id == "scalar" else None
             if key == "<<" and _plain(key_node):
                 raise self._error(key_node, "merge keys (<<) are not supported.\nWrite the keys out, or use two files.")
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise self._error(key_node, "a key must be a word or a whole number.\nWrite it in quotes.")
-            if key in mapping:
-                raise self._error(
-                    key_node,
-                    f"the key {key!r} is written twice; it first stands at {self.marks[(*path, key)]}.\nKeep one.",
-                )
+            other = written.setdefault(str(key), key)
+            if (*path, other) in self.marks:
+                first = self.marks[(*path, other)]
+                raise self._error(key_node, f"the key {key!r} is written twice; it first stands at {first}.\nKeep one.")
             self.marks[(*path, key)] = _mark(key_node, self.name)
             mapping[key] = self.value(value_node, (*path, key))
         return mapping
@@ -241,11 +257,11 @@ class _Builder:
             items.append(self.value(item, (*path, index)))
         return items
 
-    def _scalar(self, node: Any) -> Any:
+    def _scalar(self, node: Any, path: KeyPath) -> Any:
         try:
             return _word(node.value) if _plain(node) else fill_in(node.value)
         except ValueError as error:
-            raise self._error(node, str(error)) from None
+            raise self._error(node, f"{dotted(path)}: {error}" if path else str(error)) from None
 
     def _error(self, node: Any, message: str) -> ConfigError:
         return ConfigError(f"{_mark(node, self.name)}: {message}")
@@ -268,11 +284,17 @@ def _mark(node: Any, name: str) -> Mark:
     return Mark(name, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
+def _mark_after(text: str, name: str) -> Mark:
+    """The place of what comes after ``text``."""
+    return Mark(name, text.count("\n") + 1, len(text) - text.rfind("\n"))
+
+
 def _syntax_message(error: Any, text: str, name: str) -> str:
     mark = error.problem_mark or error.context_mark
     place = Mark(name, mark.line + 1, mark.column + 1) if mark else Mark(name)
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     what = ", ".join(part for part in (error.context, error.problem) if part)
     advice = "\nIndent with spaces: YAML does not allow tabs there." if "\t" in line else ""
-    advice = "\nWithin [ ] and { } put it in double quotes." if "${" in line else advice
+    if mark and line[max(0, mark.column - 1) : mark.column + 1] == "${":
+        advice = "\nWithin [ ] and { } put ${...} in double quotes."
     return f"{place}: this is not YAML: {what}.{advice}"

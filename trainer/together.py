@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.tree import map_tensors
+from ..strategies.tree import map_leaves, map_tensors
+from .pieces import Pieces, in_memory
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def on_main(ranks: DistributionStrategy, action: Callable[[], T]) -> T:
 
 
 def whole(ranks: DistributionStrategy, state: Any) -> Any:
-    """A state with each tensor of which ranks have parts put together on rank 0, and nothing worth keeping elsewhere."""
+    """A state with each tensor of which ranks have parts put together on rank 0, and nothing of worth elsewhere."""
 
     def gathered(tensor: Tensor, key: str) -> Tensor:
         found = ranks.whole(tensor)
@@ -41,27 +42,35 @@ def whole(ranks: DistributionStrategy, state: Any) -> Any:
     return state if ranks.world_size == 1 else map_tensors(state, gathered)
 
 
+def agreed(ranks: DistributionStrategy, action: Callable[[], T]) -> list[T]:
+    """What ``action`` gives on each rank, on all of which it is called; the first error is raised on all."""
+    outcome: tuple[Any, Exception | None] = (None, None)
+    try:
+        outcome = (action(), None)
+    except Exception as error:  # raised again below, on all ranks
+        outcome = (None, error)
+    outcomes: list[tuple[Any, Exception | None]] = ranks.gather_aside(outcome)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in outcomes]
+
+
 def parts(ranks: DistributionStrategy, model: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
     """Of each whole tensor what belongs where the tensor of this name in ``like`` is; others as they are."""
-    return {
-        name: ranks.part(value, like[name]) if _fits(value, like.get(name)) else value for name, value in model.items()
-    }
+    return {name: _part(ranks, value, like.get(name)) for name, value in model.items()}
 
 
 def optimizer_parts(ranks: DistributionStrategy, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """The state dict of a whole optimizer as that of ``optimizer``, which may hold parts of parameters."""
-    if ranks.world_size == 1:
-        return state
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shared = {
-        index: {
-            name: ranks.part(value, parameters[int(index)]) if _fits(value, parameters[int(index)]) else value
-            for name, value in entry.items()
-        }
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": shared}
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+    def shared(index: Any, entry: Any) -> Any:
+        return map_leaves(entry, lambda leaf, _: _part(ranks, leaf, parameters.get(int(index))))
+
+    return {**state, "state": {index: shared(index, entry) for index, entry in state["state"].items()}}
 
 
-def _fits(value: Any, like: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(like, Tensor) and value.dim() > 0 and value.shape == like.shape
+def _part(ranks: DistributionStrategy, value: Any, like: Any) -> Any:
+    fits = isinstance(value, Tensor | Pieces) and isinstance(like, Tensor) and value.shape == like.shape
+    return in_memory(ranks.part(value, like) if fits and like.dim() > 0 else value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from ..callbacks.callback import Callback, CallbackList
 from ..callbacks.defaults import with_defaults
 from ..callbacks.tf32 import TF32
+from ..strategies.checks import true_or_false
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import CallbackError, ConfigError, DistributedError
@@ -36,9 +39,9 @@ from .resolve import resolve_device, resolve_distribution, resolve_precision
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
-from .run_dir import check_free, held, make, new_name, newest_run, replace_text, run_of
+from .run_dir import check_free, has_checkpoint, held, make, new_name, newest_run, replace_text, run_of
 from .schedule import ScheduleFactory
-from .settings import NonFinite, Settings
+from .settings import NonFinite, Settings, checked_loggers, listed, run_folder
 from .together import on_main, parts
 from .validation import validate
 from .view import RunView
@@ -109,7 +112,9 @@ class Trainer(RunView):
         loggers: Iterable[Any] = (),
         default_callbacks: bool = True,
     ) -> None:
-        self.callbacks = CallbackList(with_defaults(tuple(callbacks), tf32=tf32, defaults=default_callbacks))
+        true_or_false("trainer.default_callbacks", default_callbacks)
+        given = listed("trainer.callbacks", callbacks)
+        self.callbacks = CallbackList(with_defaults(given, tf32=tf32, defaults=default_callbacks))
         self._settings = Settings(
             tf32=next((c.enabled for c in self.callbacks if isinstance(c, TF32)), None),
             compile=compile,
@@ -122,8 +127,8 @@ class Trainer(RunView):
             clip_value=clip_value,
             non_finite=non_finite,
             max_skips=max_skips,
-            val_every=val_every or None,
-            log_every=log_every or None,
+            val_every=val_every,
+            log_every=log_every,
             seed=seed,
             deterministic=deterministic,
         )
@@ -134,8 +139,10 @@ class Trainer(RunView):
             resolve_precision(precision, place.value.device, self.facts, grad_scaler),
             resolve_distribution(distributed, self.facts),
         )
-        self._run_dir = None if run_dir is None else Path(run_dir).absolute()
-        self._loggers = tuple(loggers)
+        self._run_dir = run_folder(run_dir)
+        self._url: str | None = None  # of the copy that is gone on with
+        self._aside = ExitStack()  # what was copied from there, until the run's folder takes it
+        self._loggers = checked_loggers(loggers)
         self._metrics = {}
         self._collect: Callable[[str, Any], None] | None = None
         self._evaluating = False
@@ -159,7 +166,7 @@ class Trainer(RunView):
         optimizer: OptimizerFactory | None = None,
         schedule: ScheduleFactory | None = None,
         resume: str | Path | None = None,
-        changes: Sequence[str] = (),
+        changes: Sequence[str] | None = (),
         verify: bool = True,
     ) -> None:
         """Train ``policy``, in place.
@@ -171,8 +178,9 @@ class Trainer(RunView):
             val_data: The same for validation; ``None`` takes the policy's own ``val_dataloader()``, if it has one.
             optimizer: Makes the optimizer from the trainable parameters; wins over ``configure_optimizers``.
             schedule: Makes the schedule from that optimizer; it counts steps.
-            resume: ``None`` for a new run, "last" for the newest checkpoint of ``run_dir``, or a path or fsspec URL: a
-                run's folder or a checkpoint's. What a URL has is copied into ``run_dir``.
+            resume: ``None`` for a new run, "last" for the newest checkpoint of ``run_dir``, "auto" for that if there is
+                one and else a new run in ``run_dir`` (for jobs that start again), or a path or fsspec URL: a run's
+                folder or a checkpoint's. What a URL has is copied into ``run_dir``.
             changes: What may differ from the run that is gone on with, by name: "lr" and other settings of the
                 optimizer, "optimizer", "schedule", "batch_size", "accumulate", "data", "statistics".
             verify: ``False`` compares the sizes of the checkpoint's files and not their checksums, for a huge policy.
@@ -183,7 +191,9 @@ class Trainer(RunView):
         if self._status == "running":
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
-        changes = [name for name in changes.split(",") if name] if isinstance(changes, str) else changes
+        names = changes.split(",") if isinstance(changes, str) else changes or ()
+        changes = [name for given in names if (name := given.strip())]
+        self._url = str(resume) if is_url(resume) else None
         if changes and resume is None:
             raise ConfigError(f"changes={list(changes)!r} is for a run that is gone on with.\nLeave it out, or resume.")
         self.device.setup()
@@ -191,7 +201,7 @@ class Trainer(RunView):
         try:
             # On rank 0, since a folder that it makes would be in the way of the others' checks.
             checkpoint = on_main(self.distribution, partial(self._find_checkpoint, policy, resume, verify))
-            saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False)
+            saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False, lazy=True)
             run, threads = prepare(
                 self,
                 policy,
@@ -206,6 +216,7 @@ class Trainer(RunView):
                 plan=self._plan,
             )
         except BaseException as error:
+            self._aside.close()
             self.distribution.report(error)
             self.distribution.teardown()
             raise
@@ -214,17 +225,24 @@ class Trainer(RunView):
             self._fit(run, checkpoint, saved, changes)
 
     def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None, changes: Sequence[str]) -> None:
-        old = None if checkpoint is None else run_of(checkpoint)
+        lies_in = None if checkpoint is None else run_of(checkpoint)
+        old = None if self._url else lies_in
         self._run, self._status = run, "running"
         try:
             run_dir = self._run_dir or old or new_name(class_of(run.policy).__name__)
             run.run_dir = self.distribution.broadcast(run_dir.absolute())
             if saved is not None and checkpoint is not None:
-                self._plan.notes += state.restore(run, saved, checkpoint, changes)
+                if self._url or old == run.run_dir.resolve():
+                    run.id = saved.manifest.get("run", run.id)
+                origin = f"{checkpoint.name} of {self._url}" if self._url else checkpoint
+                self._plan.notes += state.restore(run, saved, origin, changes)
+            run.id = self.distribution.broadcast(run.id)
             run.start()
             self.callbacks.call("setup", self, run.policy, "fit")
             # What was refused until here wrote nothing.
-            run.run_dir = on_main(self.distribution, partial(self._write_description, run, new=old is None))
+            arrived = lies_in if self._url else None
+            write = partial(self._write_description, run, new=old is None, arrived=arrived)
+            run.run_dir = on_main(self.distribution, write)
             if saved is not None:
                 own = run.policy.state_dict()
                 models = {name: parts(self.distribution, model, own) for name, model in saved.models.items()}
@@ -278,7 +296,7 @@ class Trainer(RunView):
 
     def _endings(self, run: Run, status: str) -> list[Callable[[], None]]:
         finalize = [partial(logger.finalize, status) for logger in self._loggers]
-        return [*run.endings(), *self._each("teardown", run.policy, "fit"), *finalize]
+        return [*run.endings(), *self._each("teardown", run.policy, "fit"), self._aside.close, *finalize]
 
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
         device_type, deterministic = self.device.device.type, self._settings.deterministic
@@ -286,6 +304,12 @@ class Trainer(RunView):
 
     def _find_checkpoint(self, policy: nn.Module, resume: str | Path | None, verify: bool) -> Path | None:
         """The checkpoint to go on from; refuses a folder in which the run may not write."""
+        if resume == "auto":
+            if self._run_dir is None:
+                raise ConfigError("resume='auto' looks for the run in its folder, so it needs one.\nGive run_dir.")
+            if not has_checkpoint(self._run_dir):
+                return None  # what was there before ended before its first checkpoint, and begins anew
+            resume = "last"
         found = None if resume is None else self._resolve(policy, resume, verify)
         run_dir = self._run_dir
         if run_dir is not None and (found is None or run_of(found) != run_dir.resolve()):
@@ -295,13 +319,17 @@ class Trainer(RunView):
     def _resolve(self, policy: nn.Module, resume: str | Path, verify: bool) -> Path:
         if is_url(resume):
             check_free(folder := self._run_dir or new_name(type(policy).__name__))
-            folder = make(folder, new=self._run_dir is None)
-            return RemoteRun(str(resume)).download(folder, self._plan.notes.append)
+            parent = make(folder.absolute().parent, new=False)
+            aside = self._aside.enter_context(TemporaryDirectory(prefix=f".{folder.name}.", dir=parent))
+            return RemoteRun(str(resume)).download(Path(aside), self._plan.notes.append)
         where = Path(resume) if resume != "last" else (self._run_dir or newest_run())
         return newest_checkpoint(where, self._plan.notes.append, verify=verify)
 
-    def _write_description(self, run: Run, *, new: bool) -> Path:
+    def _write_description(self, run: Run, *, new: bool, arrived: Path | None) -> Path:
         """``plan.json`` and ``config.yaml``, as the run is now; a script that resumes a run file's run leaves its.
+
+        Args:
+            arrived: A copy of the run that was made elsewhere, which becomes its folder.
 
         Returns:
             The run's folder, made if need be.
@@ -310,6 +338,8 @@ class Trainer(RunView):
 
         run.run_dir = make(run.run_dir, new=new and self._run_dir is None)
         run.lock.enter_context(held(run.run_dir))
+        for path in [] if arrived is None else list(arrived.iterdir()):
+            shutil.move(path, run.run_dir / path.name)
         replace_text(run.run_dir / "plan.json", json.dumps(self._plan.to_dict(), indent=2) + "\n")
         if self.config is not None or not (run.run_dir / "config.yaml").exists():
             config = self.config
@@ -379,6 +409,7 @@ class Trainer(RunView):
         background: bool = False,
         exact: bool = True,
         remote: str | None = None,
+        consolidated: bool = False,
     ) -> Path:
         """Save the run as it stands, complete or not at all; returns the checkpoint's folder.
 
@@ -386,6 +417,7 @@ class Trainer(RunView):
             path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
             background: Return once everything is copied, and write while training goes on. The folder appears when it
                 is complete; an error ends the run at its next step. A save still under way is waited for first.
+            consolidated: Write ``model.safetensors`` as a whole also where each rank writes the weights that it holds.
 
         Raises:
             CallbackError: Called inside a window, whose gradients no checkpoint holds; ``on_due`` is the place.
@@ -397,7 +429,9 @@ class Trainer(RunView):
                 "save_checkpoint() was called during a validation or rollout, in which other weights may stand in.\n"
                 "Call it from on_validation_end, on_rollout_end or on_due."
             )
-        return state.save(self._active, path, background=background, exact=exact, remote=remote)
+        return state.save(
+            self._active, path, background=background, exact=exact, remote=remote, consolidated=consolidated
+        )
 
     def wait_for_checkpoint(self) -> None:
         """Until a save in the background is complete.
@@ -421,7 +455,7 @@ class Trainer(RunView):
         Raises:
             ConfigError: There is no such kind of URL here.
         """
-        return RemoteRun(url)
+        return RemoteRun(url, None if self._run is None else self._run.id)
 
     # Without training -------------------------------------------------------------------------------------------
 
@@ -537,6 +571,7 @@ class Trainer(RunView):
                 self.callbacks.call("setup", self, policy, stage)
                 yield
             except BaseException as error:
+                self.distribution.report(error)
                 run_all((*self._each("teardown", policy, stage), self.distribution.teardown), error)
                 raise
             run_all((*self._each("teardown", policy, stage), self.distribution.teardown))

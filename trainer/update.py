@@ -203,6 +203,10 @@ class Updater:
         self.settle()
         return self._outcome
 
+    def go_on_from(self, outcome: Outcome | None, lr: float) -> None:
+        """Let what a checkpoint says of the update before it be that of the last one."""
+        self._outcome, self.lr = outcome, lr
+
     def settle(self) -> None:
         """Let everything happen that depends on the last applied update; nothing if that is done.
 

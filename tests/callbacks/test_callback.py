@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policyfit import Callback, CallbackError, Trainer
+from policyfit import Callback, CallbackError, Checkpoint, Trainer
 from policyfit.callbacks.callback import CallbackList
 from policyfit.callbacks.hooks import HOOKS
 
@@ -79,6 +79,16 @@ def test_due_and_needs_outcome_now_are_found_once() -> None:
     callbacks = CallbackList([Plain(), waiting])
     assert callbacks.with_due == (waiting,)
     assert callbacks.need_outcome_now is True
+
+
+def test_callback_that_saves_is_asked_last_whether_it_is_due() -> None:
+    class Asks(Plain):
+        def due(self, step: int) -> bool:
+            return True
+
+    checkpoint, first, second = Checkpoint(), Asks(), Counting()
+    second.due = lambda step: False  # type: ignore[method-assign]
+    assert CallbackList([first, checkpoint, second]).with_due == (first, second, checkpoint)
 
 
 def test_calling_a_hook_that_does_not_exist_fails() -> None:

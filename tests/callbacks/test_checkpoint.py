@@ -38,7 +38,9 @@ class FakeTrainer:
     def wait_for_checkpoint(self) -> None:
         self.waits += 1
 
-    def save_checkpoint(self, *, background: bool = False, remote: str | None = None) -> Path:
+    def save_checkpoint(
+        self, *, background: bool = False, remote: str | None = None, consolidated: bool = False
+    ) -> Path:
         assert not background
         assert remote is None
         path = self.run_dir / "checkpoints" / f"{self.step:06d}"

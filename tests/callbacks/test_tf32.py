@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from policyfit.callbacks import tf32
+from policyfit.callbacks.defaults import with_defaults
 from policyfit.callbacks.tf32 import TF32, TF32State
 from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.facts import GPU, MachineFacts
@@ -287,3 +288,14 @@ def test_old_torch_and_intel_gpus_have_their_own_switches(monkeypatch: pytest.Mo
 def test_setting_other_than_true_false_or_null_is_refused(enabled: Any) -> None:
     with pytest.raises(ConfigError, match="tf32 must be true, false or null"):
         TF32(enabled)
+
+
+@pytest.mark.parametrize("setting", [False, None])
+def test_callback_that_contradicts_the_setting_is_refused(setting: bool | None) -> None:
+    with pytest.raises(ConfigError, match=rf"tf32={setting} and the callback TF32\(enabled=True\) contradict"):
+        with_defaults((TF32(True),), tf32=setting, defaults=True)
+
+
+def test_callback_stands_where_the_setting_agrees_or_was_not_made() -> None:
+    for callback, setting in ((TF32(False), True), (TF32(False), False), (TF32(None), None)):
+        assert callback in with_defaults((callback,), tf32=setting, defaults=True)

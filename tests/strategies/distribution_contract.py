@@ -54,7 +54,7 @@ class Toy(nn.Module):
         return result
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        loss: Tensor = self(batch) * index
+        loss: Tensor = self(batch) * index + self.scale.sum()  # a weight that is used outside of any forward
         return loss
 
 
@@ -81,10 +81,11 @@ def whole_gradients(strategy: DistributionStrategy, policy: nn.Module) -> list[T
     return [strategy.whole(p.grad) for p in policy.parameters() if p.grad is not None]
 
 
-def expected_gradients(factor: float = 1.0) -> list[Tensor]:
-    """Those of one process that sees every sample."""
+def expected_gradients(index: int | None = None) -> list[Tensor]:
+    """Those of one process that sees every sample, in its forward or its training step."""
     toy = Toy()
-    (toy(all_samples()) * factor).backward()
+    loss = toy(all_samples()) if index is None else toy.training_step(all_samples(), index)
+    loss.backward()
     return [p.grad for p in toy.parameters() if p.grad is not None]
 
 
@@ -123,10 +124,11 @@ def it_averages_gradients_over_ranks(make: Make) -> None:
 def it_averages_those_of_other_methods_too(make: Make) -> None:
     with joined(make) as strategy:
         policy = Toy()
-        step = strategy.method_of(strategy.wrap(policy), "training_step")
+        module = strategy.wrap(policy)
+        step = strategy.through(module, policy.training_step)
         for _ in range(2):
             step(own(all_samples(), strategy), 2).backward()
-            assert_equal(whole_gradients(strategy, policy), expected_gradients(2.0))
+            assert_equal(whole_gradients(strategy, policy), expected_gradients(2))
             policy.zero_grad()
 
 
@@ -245,12 +247,12 @@ def a_rank_runs_alone_inside_whole_weights(make: Make) -> None:
     with joined(make) as strategy:
         policy = Toy()
         module = strategy.wrap(policy)
-        wanted = float(Toy()(all_samples()).detach())
+        wanted = [float(Toy()(all_samples()).detach()), float(Toy().training_step(all_samples(), 2).detach())]
         for trained in (False, True):
             with suppress(KeyError), strategy.whole_weights(policy), torch.no_grad():
                 if strategy.is_main:
-                    assert float(policy(all_samples())) == wanted
-                    assert float(policy.training_step(all_samples(), 2)) == 2 * wanted
+                    assert float(policy(all_samples())) == wanted[0]
+                    assert float(policy.training_step(all_samples(), 2)) == wanted[1]
                 raise KeyError
             module(own(all_samples(), strategy)).backward()
             assert_equal(whole_gradients(strategy, policy), expected_gradients())

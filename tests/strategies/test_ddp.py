@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from policyfit.strategies import group
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.errors import ConfigError, DistributedError
+from policyfit.strategies.fsdp import FSDP
 
 BY_NAME = {promise.__name__: promise for promise in PROMISES}
 
@@ -134,14 +135,15 @@ def test_ddp_gradients_can_be_scaled_and_dropped_in_place() -> None:
 # Setting up --------------------------------------------------------------------------------------------------
 
 
-def build_unlike() -> tuple[str, str]:
-    with joined(DDP) as strategy:
-        policy = nn.Linear(3 + strategy.rank, 1)
+def build_unlike(sharded: bool) -> tuple[str, str]:
+    with joined(lambda: FSDP(wrap=["Linear"]) if sharded else DDP()) as strategy:
+        policy = nn.Sequential(nn.Linear(3 + strategy.rank, 1))
         return error_of(lambda: strategy.wrap(policy))
 
 
-def test_policy_that_differs_between_ranks_is_refused_by_rank() -> None:
-    for kind, message in run(build_unlike):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_policy_that_differs_between_ranks_is_refused_by_rank(sharded: bool) -> None:
+    for kind, message in run(build_unlike, sharded):
         assert (kind, message.splitlines()[0][:47]) == (
             "DistributedError",
             "Rank 1 built another policy than rank 0: names,",

@@ -85,6 +85,7 @@ def check_own_memory() -> None:
         policy = Toy()
         strategy.wrap(policy)
         weight = policy.blocks.get_parameter("0.linear.weight")
+        assert strategy.local(weight).grad_fn is None  # so that it can be written to
         whole = torch.ones(3, 3)
         part = strategy.part(whole, weight)
         whole.fill_(9.0)
@@ -95,6 +96,25 @@ def check_own_memory() -> None:
 
 def test_part_has_memory_of_its_own_and_plain_tensors_stay_themselves() -> None:
     run(check_own_memory)
+
+
+def hold_gradients_back() -> list[bool]:
+    """Whether any shard has a gradient, after each backward of two windows of two."""
+    with joined(sharded) as strategy:
+        policy = Toy()
+        module = strategy.wrap(policy)
+        found = []
+        for micro_batch in range(4):
+            with strategy.accumulating(module) if micro_batch % 2 == 0 else nullcontext():
+                module(own(all_samples(), strategy)).backward()
+            found.append(any(p.grad is not None for p in policy.parameters()))
+            if micro_batch % 2:
+                policy.zero_grad()
+        return found
+
+
+def test_fsdp_reduces_gradients_once_a_window() -> None:
+    assert run(hold_gradients_back) == [[False, True, False, True]] * 2
 
 
 # Units -------------------------------------------------------------------------------------------------------

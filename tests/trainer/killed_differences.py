@@ -114,8 +114,8 @@ def _log(path: Path) -> list[Any]:
 
 
 def _lasting(value: Any) -> Any:
-    """Without speeds, and without the hashes of the files that hold them."""
+    """Without the id of the run and speeds, and without the hashes of the files that hold them."""
     if isinstance(value, dict):
-        passing = {"files", "sha256", *(key for key in value if key.endswith("_per_s"))}
+        passing = {"run", "files", "sha256", *(key for key in value if key.endswith("_per_s"))}
         return {key: _lasting(v) for key, v in value.items() if key not in passing}
     return [_lasting(v) for v in value] if isinstance(value, list) else value

@@ -120,6 +120,13 @@ def test_every_word_that_is_taken_is_said_in_one_line_with_its_place() -> None:
     ]
 
 
+def test_one_process_of_several_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.yaml").write_text(PARTS + "seed: 3\n")
+    assert "seed is LeRobot's word" in policyfit("plan", "run.yaml", "--print_config").err
+    monkeypatch.setenv("RANK", "1")
+    assert policyfit("plan", "run.yaml", "--print_config").err == ""
+
+
 def test_a_run_in_our_own_words_says_nothing() -> None:
     assert _notices("trainer: {device: cpu, precision: no, tf32: true}\n", ("device", "cpu"), ("tf32", "no")) == []
 

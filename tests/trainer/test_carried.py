@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Batches:
             indices = list(range(self.next, min(self.next + 4, N)))
             self.reads += indices
             self.next += 4
-            yield torch.tensor([[index, 0.5] for index in indices])
+            yield torch.tensor([[index, torch.rand(()).item()] for index in indices])  # from the global stream
         self.next = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Seen(Callback):
 
 
 def fit(
-    run_dir: Path, source: Any, accumulate: int, max_steps: int, resume: str | None = None
+    run_dir: Path, source: Any, accumulate: int, max_steps: int, resume: str | None = None, changes: Any = ()
 ) -> tuple[Policy, Seen, Trainer]:
     seen = Seen()
     trainer = Trainer(
@@ -143,7 +144,7 @@ def fit(
     )  # fmt: skip
     torch.manual_seed(0)
     policy = Policy()
-    trainer.fit(policy, source, optimizer=lambda p: SGD(p, lr=1e-3), resume=resume)
+    trainer.fit(policy, source, optimizer=lambda p: SGD(p, lr=1e-3), resume=resume, changes=changes)
     return policy, seen, trainer
 
 
@@ -179,15 +180,47 @@ def test_iterable_in_workers_is_not_exact_and_the_plan_says_what_would_be(tmp_pa
     assert "set workers to 0" in reason
 
 
-def test_state_that_the_source_does_not_take_back_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_state_that_the_source_does_not_take_back_is_an_error_that_names_it_and_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fit(tmp_path, Batches(), 1, 2)
 
-    class Other(Batches):
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise KeyError("offset")
+    def failing(state: dict[str, Any]) -> None:
+        raise KeyError("offset")
 
-    with pytest.raises(CheckpointError, match=r"Other did not take back the state .*KeyError: 'offset'"):
-        fit(tmp_path, Other(), 1, 4, resume="last")
+    source = Batches()
+    monkeypatch.setattr(source, "load_state_dict", failing)
+    message = r"Batches did not take back the state .*KeyError: 'offset'\.\n.*changes=\['data'\]"
+    with pytest.raises(CheckpointError, match=message):
+        fit(tmp_path, source, 1, 4, resume="last")
+    _, seen, _ = fit(tmp_path, source, 1, 4, resume="last", changes=["data"])
+    assert [row[0] for row in seen.rows] == list(range(8))  # the next epoch, without the state
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"order": {1, 2}}, r"Batches\.state_dict\(\)/order is a builtins\.set, which a checkpoint cannot keep"),
+        ({"lock": threading.Lock()}, "Batches does not say where it stands: TypeError: cannot pickle"),
+        (None, "Batches does not say where it stands: ZeroDivisionError"),
+    ],
+    ids=["set", "lock", "error"],
+)
+def test_state_that_no_checkpoint_can_keep_is_refused_at_the_first_window(
+    tmp_path: Path, state: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Batches()
+    monkeypatch.setattr(source, "state_dict", lambda: 1 / 0 if state is None else state)
+    with pytest.raises(CheckpointError, match=message):
+        fit(tmp_path, source, 1, 9)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_sampler_whose_state_cannot_be_kept_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sampled()
+    monkeypatch.setattr(source.sampler, "state_dict", lambda: {"order": {1}})
+    with pytest.raises(CheckpointError, match=r"Shuffled\.state_dict\(\)/order is a builtins\.set"):
+        fit(tmp_path, source, 1, 9)
 
 
 def test_checkpoint_of_a_resumed_run_that_drew_nothing_has_the_state_still(tmp_path: Path) -> None:

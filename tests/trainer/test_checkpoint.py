@@ -404,7 +404,7 @@ def test_disk_full_at_the_third_file_leaves_everything_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"training_step\.json could not be written: .*No space left"):
+        with pytest.raises(CheckpointError, match=r"optimizer_state\.safetensors could not be written: .*No space"):
             write_checkpoint(tmp_path / "001000", make_state(1000))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000500", "last"]
     assert contents(read_checkpoint(tmp_path / "last")) == contents(make_state(500))

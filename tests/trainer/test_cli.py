@@ -138,10 +138,10 @@ IN_THE_FILE: list[tuple[str, str]] = [
     (_with("  seed: 3", "\tseed: 3"), "run.yaml:6:1: this is not YAML"),
     (_with("  seed: 3", "  seed: 3\n  seed: 4"), "run.yaml:7:3: the key 'seed' is written twice"),
     (RUN + "trainer: {}\n", "run.yaml:9:1: the key 'trainer' is written twice; it first stands at"),
-    (_with("max_steps: 2", "max_steps: 010"), "run.yaml:5:14: 010 could be text or"),
-    (_with("max_steps: 2", "max_steps: 1_000"), "run.yaml:5:14: 1_000 could be text or"),
-    (_with("max_steps: 2", "max_steps: 1:30"), "run.yaml:5:14: 1:30 could be"),
-    (_with("run_dir: done", "run_dir: 2024-01-31"), "run.yaml:7:12: 2024-01-31 could be text or a date"),
+    (_with("max_steps: 2", "max_steps: 010"), "run.yaml:5:14: trainer.max_steps: 010 could be text or"),
+    (_with("max_steps: 2", "max_steps: 1_000"), "run.yaml:5:14: trainer.max_steps: 1_000 could be text or"),
+    (_with("max_steps: 2", "max_steps: 1:30"), "run.yaml:5:14: trainer.max_steps: 1:30 could be"),
+    (_with("run_dir: done", "run_dir: 2024-01-31"), "run.yaml:7:12: trainer.run_dir: 2024-01-31 could be"),
     (_with("trainer:", "trainer: !!map"), "tags (tag:yaml.org,2002:map) are not supported"),
     (_with("  seed: 3", "  <<: {seed: 3}"), "run.yaml:6:3: merge keys (<<) are not supported"),
     (RUN + "---\nseed: 3\n", "run.yaml:10:1: a second document"),
@@ -387,7 +387,7 @@ def test_a_command_line_that_cannot_be_meant_is_refused(cli: Cli, words: list[st
         (["plan"], "the following arguments are required: RUN.yaml"),
         (["eval"], "the following arguments are required: CHECKPOINT"),
         (["eval", "gone"], "gone does not exist, so there is no config.yaml"),
-        (["eval", "."], "does not lie in a run's folder"),
+        (["eval", "."], "is no run's folder"),
         (["eval", "gone", "--dev=cpu"], "--dev is not an option. Did you mean --device?"),
         (
             ["eval", "gone", "--trainer.seed=3"],
@@ -521,7 +521,7 @@ def test_eval_acts_under_the_tf32_and_with_the_weights_that_are_asked_for(cli: C
     assert cli("fit", "run.yaml", ema)[0] == 0
     assert "success 2/2" in cli("eval", "done", "--weights=ema", "--tf32=no")[1]
     code, _, err = cli("eval", "done", "--weights=mean")
-    assert code == 1
+    assert code == 2
     assert "has no weights 'mean', but ema and raw" in err
     code, _, err = cli("eval", "done", "--tf32=maybe")
     assert code == 2
@@ -576,7 +576,7 @@ def test_checkpoints_lists_them_with_their_metrics_and_tells_the_damaged_by_its_
     assert "pretrained_model/model.safetensors is damaged: its contents are not those that were written" in out
     assert out.splitlines()[1] == second
     code, _, err = cli("checkpoints", "gone")
-    assert code == 1
+    assert code == 2
     assert "There is no checkpoint in gone." in err
 
 

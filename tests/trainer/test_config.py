@@ -471,11 +471,9 @@ def test_a_class_in_another_case_is_found(folder: Path) -> None:
 
 @pytest.mark.parametrize(("text", "meant"), [("16", "fp16"), ("32", "no"), ("64", "64-true"), ("'16'", "fp16")])
 def test_a_precision_in_bits_is_understood_and_the_word_for_it_said(folder: Path, text: str, meant: str) -> None:
-    from_words = _read(folder, MINIMAL, ("precision", text))
-    from_file = _read(folder, f"{MINIMAL}trainer: {{precision: {text}}}\n")
-    for run in (from_words, from_file):
+    for file, words in ((MINIMAL, [("precision", text)]), (f"{MINIMAL}trainer: {{precision: {text}}}\n", [])):
         with pytest.raises(ConfigError, match=rf"precision must be no, bf16.*\nUse precision='{meant}'\."):
-            run.trainer.build()
+            _read(folder, file, *words)
 
 
 def test_null_takes_a_section_away_again(folder: Path) -> None:

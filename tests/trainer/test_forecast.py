@@ -199,7 +199,7 @@ def test_counting_without_data_is_refused() -> None:
     Path("run.yaml").write_text(BASE)
     said = policyfit("plan", "run.yaml", "--with-data", "--data=null")
     assert said.code == 2
-    assert "There is no data to count" in said.err
+    assert "There is nothing to train on" in said.err
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "NAdam", "Adafactor"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -87,6 +88,30 @@ def typed(
     bounded: Annotated[int, "positive"] = 1,
     sizes: tuple[int, ...] = (),
 ) -> None: ...
+
+
+class Word(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("hint", "wanted"),
+    [
+        (nn.Module, True),
+        (nn.Module | None, True),
+        (nn.Module | str, False),
+        (Any, False),
+        (object, False),
+        (str, False),
+        (Word, False),
+        (Path, False),
+        (list, False),
+        (list[nn.Module], False),
+        (None, False),
+    ],
+)
+def test_a_dotted_word_is_a_class_only_where_nothing_else_is_wanted(hint: Any, wanted: bool) -> None:
+    assert hints.takes_a_class(hints.options(hint)) is wanted
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_variable_means_the_same_in_a_file_and_on_the_command_line(text: str, 
 def test_what_is_no_variable_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_text(f"a:\n  key: {text}\n", "run.yaml")
-    assert str(refused.value).startswith(f"run.yaml:2:8: {message}")
+    assert str(refused.value).startswith(f"run.yaml:2:8: a.key: {message}")
     with pytest.raises(ConfigError) as refused:
         read_word(text, "--key")
     assert message in str(refused.value)

@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_policy_is_refused_although_its_weights_would_fi
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 1e-3}, r"optimizer 0: lr was 0\.00166\d* and is now 0\.000166\d*"),
+        ({"lr": 1e-3}, r"optimizer 0: lr was 0\.01 and is now 0\.001\."),
         ({"total_steps": 20}, "schedule 0: total_steps was 17 and is now 20"),
     ],
 )
@@ -259,3 +259,22 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         start(tmp_path / "nothing", "no", Recorder(), resume="last")
     assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_auto_begins_where_nothing_is_and_goes_on_where_a_checkpoint_is(tmp_path: Path) -> None:
+    straight = everything(start(tmp_path / "straight", "no", Recorder()))
+    run_dir = tmp_path / "run"
+    run_and_die(run_dir, precision="no", recorder=Recorder(2), resume="auto")  # before the first checkpoint
+    assert not list(run_dir.glob("checkpoints/[0-9]*"))
+    run_and_die(run_dir, precision="no", recorder=Recorder(8), resume="auto")
+    trainer = start(run_dir, "no", Recorder(), resume="auto")
+    assert trainer.resumed_step == 6
+    found = everything(trainer)
+    assert_equal(found["model"], straight["model"])
+    assert found["records"] == straight["records"]
+
+
+def test_auto_needs_a_folder_to_look_in() -> None:
+    with pytest.raises(ConfigError, match=r"needs one\.\nGive run_dir"):
+        Trainer("cpu", max_steps=1).fit(Policy(), Augmented(), resume="auto")

@@ -58,8 +58,8 @@ def test_a_list_of_numbers_may_be_appended_to_too() -> None:
             r"1\.yaml:1:11: trainer.seed\+ appends to a list, but .* is 3",
         ),
         (
-            ["policy: {class_path: a.B}\n", "policy: {init_args: {x+: [4]}}\n"],
-            r"1\.yaml:1:22: .*x\+ appends .* none yet",
+            ["policy: run_parts.Policy\n", "policy: {init_args: {sizes+: [4]}}\n"],
+            r"1\.yaml:1:22: .*sizes\+ appends .* none yet",
         ),
         (
             ["trainer: {callbacks: [a.A], callbacks+: [a.B]}\n"],
@@ -70,7 +70,7 @@ def test_a_list_of_numbers_may_be_appended_to_too() -> None:
 )
 def test_what_cannot_be_appended_is_refused_with_its_place(layers: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _read(*layers)
+        resolve(_read(*layers))
 
 
 def test_items_keep_the_place_where_each_was_written() -> None:
@@ -101,8 +101,11 @@ def test_a_class_in_a_list_may_be_its_path_alone_and_is_built() -> None:
     assert "class_path: policyfit.EMA" in printed
 
 
-def test_the_folders_of_modules_of_all_layers_are_kept() -> None:
-    here = Path.cwd()
+def test_the_folders_of_modules_of_all_layers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path.cwd() / "run"
+    for folder in ("run/parts", "run/lab", "other"):
+        Path(folder).mkdir(parents=True)
+    monkeypatch.chdir(here)
     config = _read("code: [parts]\n", "code: [., ../other]\n", words=(("code", "[lab]"),))
     assert config.values["code"] == [str(here / "parts"), str(here), str(here.parent / "other"), str(here / "lab")]
     for layers, words in ((["code+: [parts]\n"], ()), (["code: [.]\n"], (("code+", "[lab]"),))):

@@ -47,6 +47,12 @@ BAD: list[tuple[str, str, str]] = [
     ("trainer.max_steps", '"8"', "trainer.max_steps must be int or null, got '8'. Write it without quotes if you mean"),
     ("trainer.max_steps", '"010"', "trainer.max_steps must be int or null, got '010'."),
     ("trainer.max_steps", "None", "trainer.max_steps must be int or null, got 'None'. Write null, as None is Python's"),
+    ("trainer.workers", '"2"', "trainer.workers must be int or 'auto', got '2'. Write it without quotes if you mean"),
+    ("trainer.tf32", '"null"', "trainer.tf32 must be bool or null, got 'null'. Write null for none."),
+    ("trainer.clip_norm", "off", "trainer.clip_norm must be float or null, got 'off'. Write null for none."),
+    ("trainer.clip_norm", "false", "trainer.clip_norm must be float or null, got False. Write null for none."),
+    ("trainer.val_every", "no", "trainer.val_every must be int or null, got 'no'. Write null for none."),
+    ("trainer.run_dir", '""', "trainer.run_dir must be a folder, got ''. Use null for a new one under runs/."),
     ("trainer.run_dir", "None", "trainer.run_dir must be str or Path or null, got 'None'. Write null"),
     ("trainer.run_dir", "3", "trainer.run_dir must be str or Path or null, got 3. Write it in quotes if you mean the"),
     ("trainer.tf32", "maybe", "trainer.tf32 must be bool or null, got 'maybe'."),
@@ -104,7 +110,7 @@ BAD: list[tuple[str, str, str]] = [
     ),
     ("trainer.accumulate", "-1", "trainer.accumulate must be a whole number of at least 1, got -1."),
     ("trainer.workers", "-1", "trainer.workers must be a whole number of at least 0, got -1."),
-    ("trainer.clip_norm", "0", "trainer.clip_norm must be a finite number above 0, got 0.0. Use null for no limit."),
+    ("trainer.clip_norm", "0", "trainer.clip_norm must be a finite number above 0, got 0. Use null for no limit."),
     ("trainer.clip_norm", ".inf", "trainer.clip_norm must be a finite number above 0, got inf."),
     ("trainer.max_skips", "0", "trainer.max_skips must be a whole number of at least 1, got 0."),
     ("trainer.seed", "-1", "trainer.seed must be a whole number from 0 to 2**63 - 1, got -1."),
@@ -132,6 +138,14 @@ BAD: list[tuple[str, str, str]] = [
         "3",
         "optimizer.init_args.lrr is not a valid key. Did you mean optimizer.init_args.lr?",
     ),
+    ("trainer.calbacks+", "[x]", "trainer.calbacks+ is not a valid key. Did you mean trainer.callbacks+?"),
+    ("trainer.callbacks++", "x", "trainer.callbacks++ is not a valid key. Did you mean trainer.callbacks+?"),
+    ("trainer.callbacks +", "x", "trainer.callbacks + is not a valid key. Did you mean trainer.callbacks+?"),
+    ("trainer.bogus+", "x", "trainer.bogus+ is not a valid key. Valid here: device, precision,"),
+    ("trainer.+", "x", "trainer.+ is not a valid key. Valid here: device, precision,"),
+    ("trainer.bogus", "x", "trainer.bogus is not a valid key. Valid here: device, precision,"),
+    ("callbacks+", "x", "callbacks+ is not a valid key. Did you mean trainer.callbacks+?"),
+    ("calbacks+", "x", "calbacks+ is not a valid key. Did you mean trainer.callbacks+?"),
     ("data.trian", "run_parts.Data", "data.trian is not a valid key. Did you mean data.train?"),
     ("eval.episode", "3", "eval.episode is not a valid key. Did you mean eval.episodes?"),
     ("evl", "{}", "evl is not a valid key. Did you mean eval?"),
@@ -158,7 +172,17 @@ BAD: list[tuple[str, str, str]] = [
     ("data.train", "run_parts.Policy", "data.train must be data with __getitem__ or __iter__, but run_parts.Policy is"),
     ("eval.env", "run_parts.Data", "eval.env must be a gymnasium environment, or something that makes one when called"),
     # words of other tools that mean something else here
-    ("trainer.devices", "2", "trainer.devices is Lightning's and means something else here, got 2. Write devices: 1"),
+    (
+        "trainer.devices",
+        "2",
+        "trainer.devices is Lightning's and means something else here, got 2. Write nothing, and start a",
+    ),
+    (
+        "trainer.num_nodes",
+        "2",
+        "got 2. Write nothing, and start a process for each device: torchrun --nproc-per-node=N",
+    ),
+    ("trainer.check_val_every_n_epoch", "1", "got 1. Write trainer.val_every: N, which counts steps; left out, it is"),
     ("save_freq", "10", "save_freq is LeRobot's and means something else here, got 10. Write trainer.callbacks:"),
     ("lr_scheduler", "{}", "lr_scheduler is Lightning's and means something else here, got {}. Write schedule:"),
     (
@@ -235,7 +259,7 @@ def test_what_cannot_be_meant_is_refused_in_a_file_and_on_the_command_line(key: 
     parts = key.split(".")
     line, column = len(parts), 2 * len(parts) - 1
     of_value = any(words in fragment for words in READ_IN_TWO_WAYS)
-    place = f"lab.yaml:{line}:{column + (len(parts[-1]) + 2 if of_value else 0)}: "
+    place = f"lab.yaml:{line}:{column + (len(parts[-1]) + 2 if of_value else 0)}: {f'{key}: ' if of_value else ''}"
     _assert_refused(["plan", "base.yaml", "lab.yaml"], f"{place}", fragment)
     on_the_line = f"--{key}={text}: " if of_value else "command line: "
     _assert_refused(["plan", "base.yaml", f"--{key}={text}"], on_the_line, fragment)
@@ -262,7 +286,9 @@ def test_the_table_is_as_long_as_promised() -> None:
         (["--print_confg"], "--print_confg is not an option. Did you mean --print_config?"),
         (["--with-dat"], "--with-dat is not an option. Did you mean --with-data?"),
         (["--resume=true"], "--resume=true is LeRobot's. Write --resume for the newest run, or --resume=PATH."),
+        (["--resume=false"], "Write --resume for the newest run, leave it out for a new run."),
         (["--config"], "--config needs a file."),
+        (["--config", "--trainer.seed=1"], "--config needs a file."),
         (
             ["--steps=3", "--trainer.max_steps=3"],
             "steps means trainer.max_steps, which is given too. Keep one of them.",
@@ -284,7 +310,16 @@ def test_a_command_line_that_cannot_be_meant_is_refused(words: list[str], fragme
         ("trainer: {seed: 3}\ntrainer: {}\n", "lab.yaml:2:1: the key 'trainer' is written twice"),
         ("base: &b {seed: 3}\ntrainer:\n  <<: *b\n", "lab.yaml:3:3: merge keys (<<) are not supported."),
         ("trainer: {run_dir: ${env:HOME}}\n", "lab.yaml:1:21: this is not YAML"),
-        ("trainer: {run_dir: ${env:HOME}}\n", "Within [ ] and { } put it in double quotes."),
+        ("trainer: {run_dir: ${env:HOME}}\n", "Within [ ] and { } put ${...} in double quotes."),
+        ('a: "${env:HOME}" b: 3\n', "lab.yaml:1:18: this is not YAML: while parsing a block mapping"),
+        ("a: {1: 1, '1': 2}\n", "lab.yaml:1:11: the key '1' is written twice; it first stands at lab.yaml:1:5."),
+        ("trainer.max_steps: 3\n", "Keys are nested in a file: trainer: {max_steps: ...}."),
+        ("policy.init_args.width: 3\n", "Keys are nested in a file: policy: {init_args: {width: ...}}."),
+        ("optimizer: {class_path: torch.optim.SGD, init_args.lr: 3}\n", "in a file: init_args: {lr: ...}."),
+        ("optimizer: null\nschedule: {lr: 3}\n", "lab.yaml:2:12: schedule must name a torch.optim.lr_scheduler.LRSche"),
+        ("schedule: {lr: 3}\n", "Write {class_path: module.Class, init_args: {lr: ...}}."),
+        ("code: [., nowhere]\n", "lab.yaml:1:11: code[1] is no folder: 'nowhere'."),
+        ("a: 1\nb: x\x07y\n", "lab.yaml:2:5: the character '\\x07' is not allowed in YAML text."),
         ("yes: 3\n", "lab.yaml:1:1: yes is not a valid key."),
         ("3: 3\n", "lab.yaml:1:1: [3] is not a valid key."),
     ],
@@ -292,3 +327,94 @@ def test_a_command_line_that_cannot_be_meant_is_refused(words: list[str], fragme
 def test_text_that_cannot_be_meant_is_refused_by_its_place(text: str, fragment: str) -> None:
     Path("lab.yaml").write_text(text)
     _assert_refused(["plan", "base.yaml", "lab.yaml"], fragment)
+
+
+def test_advice_on_variables_is_given_only_where_one_is_in_the_way() -> None:
+    Path("lab.yaml").write_text('a: "${env:HOME}" b: 3\n')
+    assert "double quotes" not in policyfit("plan", "lab.yaml").err
+
+
+def test_a_byte_that_is_no_utf_8_is_found_by_its_place() -> None:
+    Path("lab.yaml").write_bytes(b"a: 1\nb: \xc3\xa9\xff\n")
+    _assert_refused(["plan", "lab.yaml"], "lab.yaml:2:5: this is not text in UTF-8 (byte 10 of the file).")
+
+
+def test_a_huge_value_is_not_printed_whole() -> None:
+    said = policyfit("plan", "base.yaml", f"--trainer.max_steps=[{', '.join(['1'] * 9000)}]")
+    assert said.code == 2
+    assert len(said.err) < 3000
+    assert "trainer.max_steps must be int or null, got [1, 1" in said.err
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a file that never ends, found none")
+def test_a_file_that_never_ends_is_refused() -> None:
+    _assert_refused(["plan", "/dev/zero"], "/dev/zero is larger than 10 MB, so it is no run file.")
+
+
+#: What is refused before the run's data is made, and where.
+EARLY: list[tuple[list[str], str]] = [
+    (["--changes=lr"], "--changes is for a run that is gone on with. Leave it out, or give --resume, too."),
+    (["--resume=nope"], "--resume=nope: there is no checkpoint in nope. Give a run's folder, such as runs/NAME."),
+    (["--resume", "runs/x"], "--resume runs/x could be two things. Write --resume=runs/x."),
+    (["--resume"], "resume='last' was requested without a run_dir, and no run under runs/ has a checkpoint."),
+    (["--optimizer.lr=-1"], "command line: optimizer: making torch.optim.adamw.AdamW failed: ValueError: Invalid"),
+    (["--optimizer.fused=true", "--optimizer.foreach=true"], "`fused` and `foreach` cannot be `True` together."),
+    (
+        ["--schedule={class_path: policyfit.WarmupCosine, init_args: {warmup_steps: -1}}"],
+        "command line: schedule: WarmupCosine.warmup_steps must be a whole number of at least 0, got -1.",
+    ),
+    (
+        ["--schedule={class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 0}}"],
+        "command line: schedule: making torch.optim.lr_scheduler.StepLR failed: ZeroDivisionError",
+    ),
+    (["--data.train=null"], "base.yaml:2:1: There is nothing to train on: the run names no data.train, and Policy"),
+    (
+        ["--data.train=null", "--data.val=run_parts.Recorded"],
+        "base.yaml:2:1: There is nothing to train on: the run names no data.train, and Policy brings none.",
+    ),
+    (["--policy=run_parts.Mute"], "command line: policy: Mute has neither forward nor training_step."),
+    (["--eval.env=run_parts.Env"], "command line: eval.env: making run_parts.Env failed: RuntimeError: the environme"),
+]
+
+
+@pytest.mark.parametrize(("words", "fragment"), EARLY, ids=[words[-1] for words, _ in EARLY])
+def test_what_needs_no_data_is_refused_before_data_is_made(words: list[str], fragment: str) -> None:
+    text = BASE.replace("run_parts.Data", "run_parts.Recorded")
+    Path("base.yaml").write_text(text if any("env" in w for w in words) else text.replace("eval:", "eval: null  #"))
+    _assert_refused(["fit", "base.yaml", *words], fragment)
+    assert "the data was made" not in policyfit("fit", "base.yaml", *words).err
+    if words[0] != "--data.train=null":
+        assert "the data was made" in policyfit("fit", "base.yaml", "--eval=null").err
+
+
+@pytest.mark.parametrize(("words", "fragment"), EARLY[4:-1], ids=[words[-1] for words, _ in EARLY[4:-1]])
+def test_a_plan_refuses_what_a_fit_would(words: list[str], fragment: str) -> None:
+    _assert_refused(["plan", "base.yaml", "--eval=null", *words], fragment)
+
+
+@pytest.mark.parametrize("key", ["max_steps=0", "precision=N", "device=gpu", "distributed=dp", "clip_norm=-1"])
+def test_a_run_that_cannot_start_anywhere_is_not_printed_either(key: str) -> None:
+    _assert_refused(["fit", "base.yaml", f"--trainer.{key}", "--print_config"], "command line: ")
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fit", f"{LONG}.yaml"],
+        ["fit", "base.yaml", f"--resume={LONG}"],
+        ["fit", f"--resume={LONG}"],
+        ["fit", "--resume=nope"],
+        ["fit", "base.yaml", "--resume=base.yaml"],
+        ["fit", "--resume=base.yaml"],
+        ["validate", "nope"],
+        ["validate", LONG],
+        ["eval", "base.yaml"],
+        ["checkpoints", "nope"],
+        ["checkpoints", LONG],
+    ],
+)
+def test_what_is_not_there_is_a_request_that_cannot_be_honoured(words: list[str]) -> None:
+    _assert_refused(words, "ConfigError")

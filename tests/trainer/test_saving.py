@@ -168,6 +168,64 @@ def test_exception_in_training_waits_for_the_save_under_way(tmp_path: Path, monk
     assert [path.name for path in trainer.checkpoints()] == ["000002"]
 
 
+def test_what_an_error_left_is_kept_though_the_save_under_way_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raises(MLP):
+        calls = 0
+
+        def forward(self, batch: Any) -> Tensor:
+            self.calls += 1
+            if self.calls == 5:
+                failing.set()
+                raise ValueError("a bad sample")
+            return super().forward(batch)
+
+    failing, write = threading.Event(), write_checkpoint
+
+    def full_at_four(folder: Path, state: CheckpointState) -> Path:
+        if folder.name == "000004":
+            failing.wait(timeout=60)
+            raise CheckpointError("No space left on device.")
+        return write(folder, state)
+
+    monkeypatch.setattr(state_module, "write_checkpoint", full_at_four)
+    callback = Checkpoint(every_steps=2, save_on_exception=True)
+    trainer = Trainer("cpu", max_steps=9, run_dir=tmp_path / "run", callbacks=[callback])
+    with pytest.raises(ValueError, match="a bad sample"):
+        trainer.fit(Raises(), InMemory(batches(4)))
+    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {"000002", "000004-exception", "last"}
+    assert "the save before failed too: No space left on device." in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+class Rolls(Callback):
+    """A rollout at some steps, of which only the metric is made."""
+
+    def __init__(self, rates: dict[int, float]) -> None:
+        self.rates = rates
+
+    def due(self, step: int) -> bool:
+        return step in self.rates
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.emit({"step": trainer.step, "epoch": 0, "rollout/success_rate": self.rates[trainer.step]})
+        trainer.callbacks.call("on_rollout_end", trainer, policy, None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("every", [3, 7])
+def test_best_rollout_is_saved_wherever_the_callback_stands(tmp_path: Path, first: bool, every: int) -> None:
+    saving = Checkpoint(every_steps=every, keep=1, monitor="rollout/success_rate", mode="max")
+    rolls = Rolls({3: 0.2, 6: 0.9, 9: 0.5})
+    trainer = Trainer(
+        "cpu", max_steps=16, run_dir=tmp_path / "run", callbacks=[saving, rolls] if first else [rolls, saving]
+    )
+    trainer.fit(mlp(), InMemory(batches(4)))
+    assert [path.name for path in trainer.checkpoints()] == ["000006", "000016"]
+    best = read_checkpoint(tmp_path / "run/checkpoints/000006").callbacks["states"]["Checkpoint"]
+    assert (best["value"], best["path"]) == (0.9, "000006")
+
+
 def test_retention_deletes_only_when_the_newer_one_is_complete(tmp_path: Path) -> None:
     there: list[list[str]] = []
 

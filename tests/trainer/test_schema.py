@@ -44,6 +44,10 @@ def _type(value: Any, rule: Any, path: str) -> list[str]:
     return [] if fine and not (isinstance(value, bool) and "boolean" not in kinds) else [f"{path}: no {kinds}"]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _properties(value: Any, rule: Any, path: str) -> list[str]:
     inner = [(key, value[key]) for key in rule["properties"] if isinstance(value, dict) and key in value]
     return [fault for key, found in inner for fault in faults(found, rule["properties"][key], f"{path}.{key}")]
@@ -71,6 +75,10 @@ HANDLED: dict[str, Any] = {
     ],
     "enum": lambda v, rule, path: (
         [] if any(type(v) is type(c) and v == c for c in rule["enum"]) else [f"{path}: none of"]
+    ),
+    "minimum": lambda v, rule, path: [f"{path}: small"] if _is_number(v) and v < rule["minimum"] else [],
+    "exclusiveMinimum": lambda v, rule, path: (
+        [f"{path}: small"] if _is_number(v) and v <= rule["exclusiveMinimum"] else []
     ),
     "pattern": lambda v, rule, path: (
         [] if not isinstance(v, str) or re.search(rule["pattern"], v) else [f"{path}: pattern"]
@@ -136,6 +144,15 @@ def test_every_class_that_it_knows_can_be_named_so() -> None:
         ("trainer.max_steps", '"$${env:STEPS}"'),
         ("trainer.clip_norm", "1"),
         ("trainer.workers", "auto"),
+        ("trainer.workers", "0"),
+        ("trainer.val_every", "0"),
+        ("trainer.device", "cuda:1"),
+        ("trainer.precision", "bf16-mixed"),
+        ("trainer.precision", "Off"),
+        ("trainer.precision", '"$${env:P}"'),
+        ("trainer.distributed", "fsdp"),
+        ("policy", '"$${env:P}"'),
+        ("policy.class_path", '"$${env:P}"'),
         ("trainer.grad_scaler", "{init_scale: 1e3}"),
         ("trainer.callbacks", "[policyfit.EMA, {class_path: my.Callback, init_args: {anything: [1]}}]"),
         ("trainer.callbacks+", "policyfit.EMA"),
@@ -158,6 +175,15 @@ def test_what_is_meant_is_not_marked(key: str, text: str) -> None:
         ("trainer.max_step", "3"),
         ("trainer.max_steps", "ten"),
         ("trainer.max_steps", "1.5"),
+        ("trainer.max_steps", "-1"),
+        ("trainer.batch_size", "0"),
+        ("trainer.clip_norm", "0"),
+        ("trainer.seed", "-1"),
+        ("trainer.precision", "fp8"),
+        ("trainer.device", "gpu"),
+        ("trainer.device", "cuda:01"),
+        ("trainer.distributed", "x"),
+        ("eval.episodes", "0"),
         ("trainer.tf32", "maybe"),
         ("trainer.non_finite", "skp"),
         ("trainer.workers", "many"),

@@ -96,8 +96,8 @@ REFUSED: list[tuple[str, str]] = [
     ("true: 1\n", "run.yaml:1:1: a key must be a word or a whole number"),
     ("1.5: 1\n", "a key must be"),
     ("? [a, b]\n: 1\n", "a key must be"),
-    ("a: \x01\n", "character '\\x01'"),
-    ("a: 1e999\n", "run.yaml:1:4: 1e999 is too large"),
+    ("a: \x01\n", "run.yaml:1:4: the character '\\x01'"),
+    ("a: 1e999\n", "run.yaml:1:4: a: 1e999 is too large"),
     ("[" * 2000 + "]" * 2000, "run.yaml:1:101: more than 100 levels"),
 ]
 
@@ -130,7 +130,7 @@ def test_a_word_with_two_meanings_is_refused_with_the_advice_to_quote_it(text: s
 
 
 def test_a_refused_word_is_found_by_file_line_and_column() -> None:
-    with pytest.raises(ConfigError, match=r"^run.yaml:2:8: 1_000 could"):
+    with pytest.raises(ConfigError, match=r"^run.yaml:2:8: a.key: 1_000 could"):
         read_text("a:\n  key: 1_000\n", "run.yaml")
 
 
@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "missing.yaml", "does not exist"),
         (tmp_path, "is a folder"),
-        (tmp_path / "binary.yaml", "is not a text file in UTF-8"),
+        (tmp_path / "binary.yaml", "binary.yaml:1:1: this is not text in UTF-8"),
         (tmp_path / "binary.yaml" / "inside.yaml", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from processes import outcomes_of, run
 from ranks import OPTIMIZERS, Fails, Policy, Stops, train
 from torch import Tensor
 
-from policyfit import load
+from policyfit import Checkpoint, ConfigError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -246,3 +247,54 @@ def test_rollouts_are_shared_and_their_report_is_that_of_one(tmp_path: Path, dis
     assert len(records) == 2
     expected, _ = evaluated(str(tmp_path / "one"), "none")
     assert [r["lengths"] for r in reports] == [r["lengths"] for r in expected]
+
+
+def replaying(folder: str) -> str:
+    from policyfit import OverflowReport
+
+    try:
+        train(f"{folder}/run", "fsdp", steps=2, extra=[OverflowReport(replay=True)])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_replay_is_refused_where_weights_are_in_shards(tmp_path: Path) -> None:
+    assert all("here the weights are in shards" in text for text in run(replaying, str(tmp_path)))
+    assert not list(tmp_path.glob("run/*.yaml"))
+
+
+def lightning(folder: str, distributed: str) -> Any:
+    from ranks import LightningPolicy, Samples
+
+    torch.manual_seed(0)
+    policy = LightningPolicy()
+    trainer = Trainer(
+        "cpu", max_steps=4, batch_size=4 if distributed == "ddp" else 8, seed=7, run_dir=f"{folder}/{distributed}",
+        distributed=distributed, callbacks=[Checkpoint()],
+    )  # fmt: skip
+    trainer.fit(policy, Samples())
+    return {name: value.tolist() for name, value in policy.state_dict().items()}
+
+
+def test_gradients_of_training_step_are_averaged_too(tmp_path: Path) -> None:
+    first, second = run(lightning, str(tmp_path), "ddp")
+    assert first == second
+    one = lightning(str(tmp_path), "none")
+    for name, value in first.items():
+        assert torch.tensor(value) == pytest.approx(torch.tensor(one[name]), abs=2e-6)
+
+
+def masked(folder: str) -> Any:
+    from ranks import Masked, Samples
+
+    torch.manual_seed(0)
+    trainer = Trainer(
+        "cpu", max_steps=5, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed="ddp", default_callbacks=False
+    )
+    trainer.fit(Masked(rank=int(os.environ["RANK"])), Samples())
+    return trainer.step
+
+
+def test_rank_whose_loss_has_no_gradient_keeps_nobody_waiting(tmp_path: Path) -> None:
+    assert run(masked, str(tmp_path), limit_s=30.0) == [5, 5]

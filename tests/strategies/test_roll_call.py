@@ -1,0 +1,51 @@
+"""What ranks leave for each other, on a store in this process."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from policyfit.strategies import group
+from policyfit.strategies.ddp import DDP
+from policyfit.strategies.roll_call import RollCall
+
+
+def test_call_tells_who_is_gone_and_who_is_elsewhere() -> None:
+    store = HashStore()
+    caller, listener = RollCall(store, 0, 3), RollCall(store, 1, 3)
+    assert caller.call(2.0) == (None, [2], [1, 2])
+    caller.end()
+    listener.end()
+
+
+def test_call_ends_at_once_when_every_rank_calls() -> None:
+    store = HashStore()
+    one, other = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    assert one.call(0.0) == (None, [1], [1])
+    assert other.call(1000.0) == (None, [], [])
+    one.end()
+    other.end()
+
+
+def test_first_words_stay_and_are_the_answer() -> None:
+    store = HashStore()
+    one, other = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    other.leave_words("the cause")
+    one.leave_words("a consequence")
+    assert one.call(1000.0) == other.call(1000.0) == ("the cause", [], [])
+    one.end()
+    other.end()
+
+
+def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_PATIENCE_S", 0.1)
+    store, ranks = HashStore(), [DDP(), DDP()]
+    for strategy, number in zip(ranks, (0, 2), strict=True):
+        strategy.rank, strategy._roll_call = number, RollCall(store, number, 3)
+    first = ranks[0].lost(RuntimeError("Connection reset. This is typically caused by"))
+    assert str(first).startswith(
+        "Ranks 1, 2 no longer answer: called for 0.1 s after RuntimeError: Connection reset.\n"
+    )
+    assert str(ranks[1].lost(RuntimeError("another error"))) == str(first)
+    for strategy in ranks:
+        strategy.teardown()
