@@ -194,7 +194,7 @@ class Checkpoint(Callback):
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
         """Keep what the error left, if that was asked for."""
-        if self.save_on_exception and self._has_begun:
+        if self.save_on_exception and self._has_begun and trainer.can_save:
             try:
                 trainer.wait_for_checkpoint()
             except Exception as failure:  # told; what the error left is still to be kept

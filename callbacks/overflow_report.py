@@ -78,12 +78,14 @@ class OverflowReport(Callback):
         # Settled late, the update is followed by micro-batches of the next one.
         losses = {n: self._losses.pop(n) for n in list(self._losses) if n < outcome.micro_batches}
         window, self._kept, error, self._error = self._kept, [], self._error, None
-        if outcome.landed or outcome.norms is None:
+        if outcome.landed or outcome.norms is None or outcome.reason == "failed":
             return
         names = _worst_first(outcome)
         where = list(dict.fromkeys(name.rpartition(".")[0] or POLICY for name in names))
         loss_finite = all(bool(loss.isfinite()) for loss in losses.values())
         message = _message(outcome, names, where, loss_finite)
+        if trainer.distribution.world_size > 1:
+            message = message.replace("the loss was", f"the loss of rank {trainer.distribution.rank} was")
         fields: dict[str, Any] = {
             "update": outcome.update,
             "reason": outcome.reason,

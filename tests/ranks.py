@@ -27,7 +27,8 @@ class Block(nn.Module):
         self.inner, self.drop = nn.Linear(width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.inner(x)))
+        out: Tensor = x + self.drop(torch.tanh(self.inner(x)))
+        return out
 
 
 class Policy(nn.Module):
@@ -62,7 +63,8 @@ class LightningPolicy(Policy):
     """The same in Lightning's dialect."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch)[0]
+        loss: Tensor = self(batch)[0]
+        return loss
 
     def configure_optimizers(self) -> Any:
         return SGD(self.parameters(), lr=1e-2)
@@ -124,6 +126,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam unfused": lambda p: Adam(p, lr=1e-2, fused=False),
     "momentum": lambda p: SGD(p, lr=1e-2, momentum=0.9),
     "adagrad": lambda p: Adagrad(p, lr=1e-2),
+    "sgd": lambda p: SGD(p, lr=1e-2),
 }
 
 
@@ -135,6 +138,7 @@ def train(
     run_dir: str, distributed: str, *, precision: str = "no", optimizer: str = "adamw", batch_size: int = 4,
     steps: int = 8, dropout: float = 0.0, norm: bool = False, poisoned: tuple[int, ...] = (), extra: Any = (),
     resume: str | None = None, fails_at: int | None = None, every: int = 2, ema: bool = False, val: bool = False,
+    val_fails_at: int | None = None, own: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """One rank's part of a run; what it ends with, weights whole."""
@@ -143,11 +147,12 @@ def train(
     trainer = Trainer(
         "cpu", precision_of(precision), max_steps=steps, batch_size=batch_size, seed=7, clip_norm=1.0, log_every=2,
         run_dir=run_dir, distributed=strategy, callbacks=[seen, *extra, *([EMA(0.9)] if ema else []),
-        Checkpoint(every_steps=every)], **settings,
+        *([Checkpoint(every_steps=every)] if own else [])], **settings,
     )  # fmt: skip
     policy = Policy(dropout, norm)
     trainer.fit(
-        policy, Samples(poisoned, fails_at), Samples() if val else None, resume=resume, optimizer=OPTIMIZERS[optimizer],
+        policy, Samples(poisoned, fails_at), Samples((), val_fails_at) if val else None, resume=resume,
+        optimizer=OPTIMIZERS[optimizer],
         schedule=lambda o: WarmupCosine(o, warmup_steps=3, total_steps=20),
     )  # fmt: skip
     return result(trainer, seen)

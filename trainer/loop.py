@@ -61,4 +61,6 @@ def _train(run: Run) -> None:
                 run.at_step()
                 if run.done:
                     return
+        run.between_windows = True
         run.end_epoch()
+        run.between_windows = False

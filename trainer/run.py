@@ -56,6 +56,8 @@ class Run:
     in_window: bool = False
     #: Whether the backward that closes the window, in which ranks combine their gradients, is over.
     backward_is_done: bool = False
+    #: Whether it is between windows, where ranks meet in validations and saves: no place to leave in order.
+    between_windows: bool = False
     #: Why this rank asked for a stop that all have to agree on; and its error, or that another has failed.
     asked_to_stop: str | None = None
     failure: Exception | None = None
@@ -154,6 +156,12 @@ class Run:
         )
 
     def at_step(self) -> None:
+        """What is due at the step of the update just applied; where ranks meet."""
+        self.between_windows = True
+        self._at_step()
+        self.between_windows = False
+
+    def _at_step(self) -> None:
         """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
         self.saver.check()
         self.updater.settle()
@@ -237,7 +245,8 @@ class Run:
         if distribution.world_size == 1 or distribution.is_lost(error):
             raise error
         distribution.report(error)
-        if not distribution.can_contribute_nothing or updater.half_applied or isinstance(error, DistributedError):
+        in_order = distribution.can_contribute_nothing and not (updater.half_applied or self.between_windows)
+        if not in_order or isinstance(error, DistributedError):
             raise error
         self.failure = error
         try:

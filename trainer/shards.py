@@ -68,7 +68,8 @@ def write_in_shards(ranks: DistributionStrategy, temporary: Path, folder: Path, 
 def _write_shards(writer: FileWriter, state: CheckpointState, rank: int) -> FileWriter:
     check_state(state)
     for stem, tensors, metadata in tensor_files(state):
-        if found := state.places.get(stem):
+        found = state.places.get(stem)
+        if found or (found is not None and rank == 0):  # one file at least, also of an optimizer without a state
             mine = {name: tensors[name] for name in found}
             writer.tensors(shard_of(stem, rank), mine, {**metadata, **header(found)})
     return writer

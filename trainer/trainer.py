@@ -285,10 +285,12 @@ class Trainer(RunView):
             run.failure.of_this_rank = None in errors  # type: ignore[attr-defined]  # else rank 0 tells it
             raise run.failure
         rank = next(rank for rank, error in enumerate(errors) if error)
-        raise DistributedError(
+        ended = DistributedError(
             f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n"
             "What was saved can be gone on with once that is mended: --resume."
         )
+        ended.exit_code = 1  # the run failed; its settings are good
+        raise ended
 
     def _each(self, hook: str, *arguments: Any) -> list[Callable[[], None]]:
         """The calls of a hook that has to reach every callback, whatever the ones before it raise."""

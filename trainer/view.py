@@ -98,6 +98,12 @@ class RunView:
         return self._active.run_dir
 
     @property
+    def can_save(self) -> bool:
+        """Whether a save would find all ranks: alone always, else not once an error has taken one of them away."""
+        alone = self.distribution.world_size == 1
+        return alone or self._status in ("running", "completed", "stopped") or self._active.failed
+
+    @property
     def resumed(self) -> bool:
         """Whether the run goes on from a checkpoint."""
         return self._active.resumed

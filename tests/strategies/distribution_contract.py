@@ -127,7 +127,8 @@ def it_averages_those_of_other_methods_too(make: Make) -> None:
         module = strategy.wrap(policy)
         step = strategy.through(module, policy.training_step)
         for _ in range(2):
-            step(own(all_samples(), strategy), 2).backward()
+            loss: Tensor = step(own(all_samples(), strategy), 2)
+            loss.backward()  # type: ignore[no-untyped-call]
             assert_equal(whole_gradients(strategy, policy), expected_gradients(2))
             policy.zero_grad()
 
