@@ -179,7 +179,7 @@ class Updater:
     @property
     def ends_now(self) -> bool:
         """Whether the ranks have agreed that the update applied last is the last one."""
-        return self.agreement.ends(self.applied)
+        return self._together and self.agreement.ends(self.applied)
 
     def _step_all(self) -> None:
         for optimizer in self.optimizers:
@@ -244,7 +244,8 @@ class Updater:
         skip, non_finite, edited, stop, failed, norm, scale = self._mailbox.read().tolist()
         counters = self._counters
         landed = not (self._may_skip and skip)
-        self.agreement.note(counters.updates + 1, stop, failed)
+        if self._together:
+            self.agreement.note(counters.updates + 1, stop, failed)
         return Outcome(
             landed=landed,
             reason=None if landed else _reason(failed, non_finite or edited),
