@@ -134,7 +134,7 @@ class PrecisionStrategy(ABC):
 
     @property
     def min_scale(self) -> float | None:
-        """The scale at which a run is given up; ``None`` without a scale."""
+        """The scale at which a further overflow ends the run; ``None`` without a scale."""
         return None
 
     def settle_scale(self, non_finite: Tensor) -> None:

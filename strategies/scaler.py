@@ -22,8 +22,8 @@ class GradScalerConfig:
     """How the loss scale starts and moves.
 
     The scale is multiplied by ``backoff_factor`` after an overflow and by ``growth_factor`` after
-    ``growth_interval`` updates in a row without one. It stays between ``min_scale``, where the run ends with
-    ``LossScaleCollapse``, and ``max_scale`` (``None``: no limit but float32's).
+    ``growth_interval`` updates in a row without one. It stays between ``min_scale``, where a further
+    overflow ends the run with ``LossScaleCollapse``, and ``max_scale`` (``None``: no limit but float32's).
 
     Source: torch.amp.GradScaler, whose defaults these are; it has no limits of its own.
     """

@@ -16,7 +16,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from policyfit import EMA, FP16, Callback, Checkpoint, Trainer, WarmupCosine
 from policyfit.strategies.fsdp import FSDP
-from policyfit.trainer.policy import PolicyAdapter
 
 SAMPLES = 44  # an epoch of 8 a time ends with a window of 4
 
@@ -170,10 +169,6 @@ def result(trainer: Trainer, seen: Seen) -> dict[str, Any]:
         "plan": trainer.plan.text(),
         "last": str(Path(trainer.run_dir) / "checkpoints" / "last"),
     }
-
-
-def adapter_of(trainer: Trainer) -> PolicyAdapter:
-    return trainer._active.adapter
 
 
 class Edits(Callback):
