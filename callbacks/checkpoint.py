@@ -126,7 +126,8 @@ class Checkpoint(Callback):
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
         """Where there are several ranks, the clock of rank 0 is asked whenever the training is logged, on all alike."""
         if self.every_minutes > 0 and not self._is_alone and "lr" in record:
-            self._main_says_so = trainer.distribution.broadcast(self._minutes_are_over())
+            place = f"the log of step {trainer.step}"
+            self._main_says_so = trainer.distribution.broadcast(self._minutes_are_over(), place)
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
         """The clock starts, and a run from step 0 has no best yet."""

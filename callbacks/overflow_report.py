@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ class OverflowReport(Callback):
     def __init__(self, replay: bool = False) -> None:
         true_or_false("OverflowReport.replay", replay)
         self.replay = self.needs_outcome_now = replay
-        self._losses: dict[int, Tensor] = {}
         self._kept: list[KeptMicroBatch] = []
         self._error: Exception | None = None
 
@@ -69,23 +69,19 @@ class OverflowReport(Callback):
             except Exception as error:  # the report says so, and the run goes on
                 self._error = error
 
-    def on_before_backward(self, trainer: Trainer, policy: nn.Module, loss: Tensor) -> None:
-        """Keep the loss, on the device."""
-        self._losses[trainer.micro_batches] = loss.detach()
-
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Outcome) -> None:
         """Report a skip."""
-        # Settled late, the update is followed by micro-batches of the next one.
-        losses = {n: self._losses.pop(n) for n in list(self._losses) if n < outcome.micro_batches}
         window, self._kept, error, self._error = self._kept, [], self._error, None
-        if outcome.landed or outcome.norms is None or outcome.reason == "failed":
+        if outcome.landed or outcome.norms is None or outcome.reason in ("failed", "no_gradients"):
             return
         names = _worst_first(outcome)
         where = list(dict.fromkeys(name.rpartition(".")[0] or POLICY for name in names))
-        loss_finite = all(bool(loss.isfinite()) for loss in losses.values())
-        message = _message(outcome, names, where, loss_finite)
-        if trainer.distribution.world_size > 1:
-            message = message.replace("the loss was", f"the loss of rank {trainer.distribution.rank} was")
+        if trainer.distribution.world_size == 1:
+            loss_finite, whose = all(bool(loss.isfinite()) for loss in outcome.losses.values()), ""
+        else:
+            rank = outcome.bad_loss_rank
+            loss_finite, whose = rank is None, " of every rank" if rank is None else f" of rank {rank}"
+        message = _message(outcome, names, where, loss_finite, whose)
         fields: dict[str, Any] = {
             "update": outcome.update,
             "reason": outcome.reason,
@@ -99,7 +95,7 @@ class OverflowReport(Callback):
             try:
                 if error is not None:
                     raise error
-                found, words = _replay(trainer, policy, window, losses)
+                found, words = _replay(trainer, policy, window, outcome.losses)
             except Exception as failure:  # what ends a replay is no reason to end the run
                 found = {"origin": None, "replay_error": f"{type(failure).__name__}: {failure}"}
                 words = f"; it could not be computed once more: {found['replay_error']}"
@@ -113,7 +109,6 @@ class OverflowReport(Callback):
             self._forget()
 
     def _forget(self) -> None:
-        self._losses.clear()
         self._kept.clear()
         self._error = None
 
@@ -126,18 +121,18 @@ def _worst_first(outcome: Outcome) -> list[str]:
     return [name for _, name in by_norm[:_SHOWN]]
 
 
-def _message(outcome: Outcome, names: list[str], where: list[str], loss_finite: bool) -> str:
+def _message(outcome: Outcome, names: list[str], where: list[str], loss_finite: bool, whose: str) -> str:
     if not names:
         return "a gradient was inf or NaN before on_before_optimizer_step, and is not any more"
     modules = ", ".join(where[:3]) + (" ..." if len(where) > 3 else "")
     if outcome.reason == "norm_overflow":
         return f"the gradients are finite, but their norm overflows float32; largest: {names[0]}, in {modules}"
-    cause = "the loss was finite, but" if loss_finite else "the loss was inf or NaN, and"
+    cause = f"the loss{whose} was {'finite, but' if loss_finite else 'inf or NaN, and'}"
     return f"{cause} {len(names)} of {len(outcome.names)} gradients were not finite, in {modules}; worst: {names[0]}"
 
 
 def _replay(
-    trainer: Trainer, policy: nn.Module, window: list[KeptMicroBatch], losses: dict[int, Tensor]
+    trainer: Trainer, policy: nn.Module, window: list[KeptMicroBatch], losses: Mapping[int, Tensor]
 ) -> tuple[dict[str, Any], str]:
     """Fields and words on where it began, and on what could not be looked at."""
     origin, unseen = find_origin(trainer, policy, window, losses)

@@ -55,11 +55,13 @@ class Preemption(Callback):
         self._trainer.stop(f"{self._received.name} was received", exit_code=code)
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
-        """Save, unless another callback has; then ask for the queue."""
-        if self._received is None:
+        """Save, unless another callback has; then ask for the queue. A signal to one rank is one to all."""
+        ranks = trainer.distribution
+        if not any(ranks.gather(self._received is not None)):
             return
         trainer.wait_for_checkpoint()
-        if f"{trainer.step:06d}" not in [path.name for path in trainer.checkpoints()]:
+        name = f"{trainer.step:06d}"
+        if not ranks.broadcast(ranks.is_main and name in [path.name for path in trainer.checkpoints()]):
             trainer.save_checkpoint()
         job = os.environ.get("SLURM_JOB_ID")
         if self.requeue and job and trainer.is_main:

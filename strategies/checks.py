@@ -56,8 +56,8 @@ def number(
     raise ConfigError(f"{name} must be a finite number{f' {words}' if words else ''}, got {value!r}.\n{remedy}")
 
 
-def true_or_false(name: str, value: object) -> None:
-    """Refuse what is not a bool: the text "false" and the number 0 are none.
+def true_or_false(name: str, value: object) -> bool:
+    """The value, unless it is no bool: the text "false" and the number 0 are none.
 
     Args:
         name: The setting as the user wrote it.
@@ -67,6 +67,7 @@ def true_or_false(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {value!r}.\nLeave it out for the default.")
+    return value
 
 
 def seed_number(name: str, value: object) -> None:

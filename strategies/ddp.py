@@ -35,7 +35,6 @@ class DDP(ManyProcesses):
     """
 
     name = "ddp"
-    can_contribute_nothing = True
 
     def __init__(self, *, timeout: float = 600.0, find_unused_parameters: bool = False) -> None:
         super().__init__(timeout=timeout)
@@ -78,7 +77,7 @@ class DDP(ManyProcesses):
         """The step behind torch's wrapper, whose own forward is what makes gradients meet."""
         return partial(module, policyfit_step=step)
 
-    def contribute_nothing(self, module: nn.Module) -> None:
+    def contribute_nothing(self, module: nn.Module, again: Callable[[], Tensor | None] | None = None) -> None:
         """A forward whose loss is zero times every parameter, and its backward."""
         module(policyfit_step=self._zero).backward()
 

@@ -1,7 +1,7 @@
 """How a run is spread over processes: the verbs, and the single process as the plain case of them.
 
-Every rank calls the verbs that talk (``reduce_*``, ``whole``, ``broadcast``, ``gather``, ``sync_buffers``,
-``whole_weights``) in the same order; none of the first two and ``sync_buffers`` makes the host wait for the device.
+Every rank calls the verbs that talk (``reduce_max``, ``norms``, ``sync_buffers``, ``whole``, ``whole_weights``,
+``broadcast``, ``gather``) in the same order; none of the first three makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,21 @@ from .facts import MachineFacts, world_size
 T = TypeVar("T")
 
 
+class RankFailed(DistributedError):
+    """Another rank gave its error for an answer when the ranks met.
+
+    Args:
+        rank: Whose error it is.
+        words: The error's kind and message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, rank: int, words: str) -> None:
+        super().__init__(f"Rank {rank} failed: {words}")
+        self.rank = rank
+
+
 class DistributionStrategy(ABC):
     """The processes of a run and what they agree on.
 
@@ -30,10 +45,8 @@ class DistributionStrategy(ABC):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    #: Whether parameters, gradients and optimizer state are shards on each rank.
+    #: Whether parameters, gradients and optimizer state are shards on each rank, so that every forward talks.
     is_sharded: bool = False
-    #: Whether ``contribute_nothing`` can stand in for a forward and backward that failed here.
-    can_contribute_nothing: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -73,8 +86,16 @@ class DistributionStrategy(ABC):
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
         """The context of a forward and backward that do not close their window, so that ranks need not talk yet."""
 
-    def contribute_nothing(self, module: nn.Module) -> None:
-        """Take part in the backward that closes the others' window, with gradients of zero."""
+    def contribute_nothing(self, module: nn.Module, again: Callable[[], Tensor | None] | None = None) -> None:
+        """Take part in what the others say to each other in a micro-batch, with gradients of zero.
+
+        Args:
+            again: Computes a loss of this rank's once more, for where the forward talks too; ``None`` where this rank
+                has run its forward, and the loss had no gradient.
+
+        Raises:
+            DistributedError: That cannot be.
+        """
 
     # What ranks agree on -------------------------------------------------------------------------------------
 
@@ -83,16 +104,27 @@ class DistributionStrategy(ABC):
         """Make ``flags``, float32 on the device, the largest over all ranks, in place and without waiting."""
 
     @abstractmethod
-    def reduce_sum(self, values: Tensor) -> None:
-        """Make ``values``, on the device, their sum over all ranks, in place and without waiting."""
+    def broadcast(self, value: T, place: str = "a gather of its own") -> T:
+        """Rank 0's value, on every rank; anything that can be pickled. Otherwise as ``gather``."""
 
     @abstractmethod
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank; anything that can be pickled."""
+    def gather(self, value: T, place: str = "a gather of its own") -> list[T]:
+        """Every rank's value in the order of ranks, on every rank; anything that can be pickled.
 
-    @abstractmethod
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value in the order of ranks, on every rank; anything that can be pickled."""
+        Args:
+            place: Where in the run this is, in words. Ranks that meet at different places are told so.
+
+        Raises:
+            RankFailed: A rank came with ``excuse``.
+            DistributedError: Ranks came from different places.
+        """
+
+    def excuse(self, error: BaseException) -> bool:
+        """Come to the others' next ``gather`` or ``broadcast`` with nothing but this rank's error; whether they came.
+
+        An error that came from another rank, or that ends the process at once, is no excuse: nothing is done.
+        """
+        return True
 
     @abstractmethod
     def sync_buffers(self, policy: nn.Module) -> None:
@@ -179,14 +211,11 @@ class SingleProcess(DistributionStrategy):
     def reduce_max(self, flags: Tensor) -> None:
         """Its own flags are all there are."""
 
-    def reduce_sum(self, values: Tensor) -> None:
-        """Its own values are all there are."""
-
-    def broadcast(self, value: T) -> T:
+    def broadcast(self, value: T, place: str = "a gather of its own") -> T:
         """Its own value."""
         return value
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, place: str = "a gather of its own") -> list[T]:
         """Its own value alone."""
         return [value]
 

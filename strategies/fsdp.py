@@ -13,7 +13,7 @@ autocast. Frozen parameters may have another type than the trainable ones of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -214,6 +214,22 @@ class FSDP(ManyProcesses):
         """Gradients stay whole on their rank; the next backward outside reduces their sum to shards."""
         return _without_reduction(module)
 
+    def contribute_nothing(self, module: nn.Module, again: Callable[[], Tensor | None] | None = None) -> None:
+        """A forward of the policy, by ``again``, and the backward of zero times its loss.
+
+        Raises:
+            DistributedError: The forward has been, and its loss leads to no backward in which ranks could meet.
+        """
+        loss = None if again is None else again()
+        if loss is None:
+            raise DistributedError(
+                f"The loss of rank {self.rank} has no gradient, so it would run no backward, but in a sharded run each "
+                "gathers weights that the others wait for.\n"
+                "Return a loss that has a gradient, zero times an output of the policy for instance, or use "
+                "distributed='ddp'."
+            )
+        (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+
     # Parts and wholes ----------------------------------------------------------------------------------------
 
     def norms(self, norms: Tensor) -> Tensor:
@@ -267,7 +283,9 @@ class FSDP(ManyProcesses):
         return min(-(-rows // self._shard_group.size()) * self._shard_group.rank(), rows)
 
     def gather_aside(self, value: T) -> list[T]:
-        """Over a group of its own."""
+        """Over a group of its own, if there is one."""
+        if not self.saves_shards:
+            return self.gather(value)
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self._aside)
         return values
@@ -277,6 +295,7 @@ class FSDP(ManyProcesses):
         """Every unit gathered at once, and kept: needs the memory of the whole policy."""
         from torch.distributed.fsdp import FSDPModule
 
+        self.gather(None, "the gathering of all weights")  # a rank that fails on its way here is not waited for
         units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
         try:
             for unit in units:

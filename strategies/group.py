@@ -18,20 +18,29 @@ import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from .distributed import DistributionStrategy
+from .distributed import DistributionStrategy, RankFailed
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
 from .roll_call import RollCall
 
 T = TypeVar("T")
+
+
+class _Answer(NamedTuple):
+    """What a rank brings to where ranks meet."""
+
+    place: str
+    value: Any
+    excuse: str | None = None
+
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 _PATIENCE_S = 5.0  # how long a rank that is called may take to answer
@@ -154,23 +163,45 @@ class ManyProcesses(DistributionStrategy):
         """One all-reduce."""
         distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
 
-    def reduce_sum(self, values: Tensor) -> None:
-        """One all-reduce."""
-        distributed.all_reduce(values)
+    def broadcast(self, value: T, place: str = "a gather of its own") -> T:
+        """Rank 0's value on every rank; waits. It is gathered, so that any rank can come with an excuse."""
+        return self.gather(value if self.is_main else None, place)[0]  # type: ignore[return-value]
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value on every rank; waits."""
-        from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+    def gather(self, value: T, place: str = "a gather of its own") -> list[T]:
+        """Every rank's value on every rank; waits.
 
-        values: list[T] = broadcast_object_list([value])
-        return values[0]
+        Raises:
+            RankFailed: A rank came with an excuse.
+            DistributedError: Ranks came from different places.
+        """
+        answers = self._answers(_Answer(place, value))
+        failed = next(((rank, answer.excuse) for rank, answer in enumerate(answers) if answer.excuse is not None), None)
+        if failed is not None:
+            raise RankFailed(*failed)
+        elsewhere = next((rank for rank, answer in enumerate(answers) if answer.place != answers[0].place), None)
+        if elsewhere is not None:
+            raise DistributedError(
+                f"Rank {elsewhere} has come to {answers[elsewhere].place}, but rank 0 to {answers[0].place}.\n"
+                "Call save_checkpoint(), evaluate() and validate() on every rank, at the same step: due(step) has to "
+                "answer alike on all."
+            )
+        return [answer.value for answer in answers]
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value on every rank; waits."""
-        from accelerate.utils import gather_object
+    def excuse(self, error: BaseException) -> bool:
+        """One gather, of the others' errors if they bring some too."""
+        if isinstance(error, RankFailed) or not isinstance(error, Exception):
+            return True
+        try:
+            self._answers(_Answer("its end", None, f"{type(error).__name__}: {error}"))
+        except RuntimeError:  # they have left
+            return False
+        return True
 
-        values: list[T] = gather_object([value])
-        return values
+    def _answers(self, own: _Answer) -> list[_Answer]:
+        from accelerate.utils import gather_object  # type: ignore[import-untyped]
+
+        answers: list[_Answer] = gather_object([own])
+        return answers
 
     def sync_buffers(self, policy: nn.Module) -> None:
         """One broadcast for each type of buffer, of its bytes; none without buffers.
@@ -206,7 +237,7 @@ class ManyProcesses(DistributionStrategy):
         """
         tensors = [*policy.named_parameters(), *policy.named_buffers()]
         shape = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
-        digests = self.gather(hashlib.sha256(shape.encode()).hexdigest())
+        digests = self.gather(hashlib.sha256(shape.encode()).hexdigest(), "the start of the run")
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise DistributedError(

@@ -57,7 +57,7 @@ class GradScalerConfig:
 
 
 def grad_scaler_config(settings: GradScalerConfig | Mapping[str, Any] | None) -> GradScalerConfig:
-    """The settings as an object, from an object, from its fields, or from nothing.
+    """The settings as an object, from an object, from its fields (``None`` is a field's default), or from nothing.
 
     Raises:
         ConfigError: Neither of these, an unknown field, or a value out of range.
@@ -75,7 +75,7 @@ def grad_scaler_config(settings: GradScalerConfig | Mapping[str, Any] | None) ->
             near = get_close_matches(str(key), fields, n=1)
             meant = f"Did you mean {near[0]}?" if near else f"It has {', '.join(fields)}."
             raise ConfigError(f"grad_scaler.{key} is not a setting of the loss scaler.\n{meant}")
-    return GradScalerConfig(**(settings or {}))
+    return GradScalerConfig(**{name: value for name, value in (settings or {}).items() if value is not None})
 
 
 class LossScaler:

@@ -82,6 +82,19 @@ class Masked(Policy):
         return (loss.detach() if self.rank == 1 and self.calls % 2 else loss), metrics
 
 
+class Detached(Policy):
+    """On some ranks the loss has no gradient in some windows."""
+
+    def __init__(self, windows: tuple[int, ...], rank: int, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.windows, self.detaches, self.calls = windows, rank in ranks, 0
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        loss, metrics = super().forward(batch)
+        self.calls += 1
+        return (loss.detach() if self.detaches and self.calls - 1 in self.windows else loss), metrics
+
+
 class Samples:
     """``poisoned`` samples have an infinite loss."""
 
@@ -203,11 +216,52 @@ class Fails(Callback):
         if trainer.distribution.rank == self.rank and trainer.micro_batches == self.micro_batch:
             raise RuntimeError("only on this rank")
 
+    def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None: ...
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
+    def on_train_epoch_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
     def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None: ...
-
+    def on_before_backward(self, trainer: Trainer, policy: nn.Module, loss: Tensor) -> None: ...
     def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None: ...
-
     def on_before_optimizer_step(self, trainer: Trainer, policy: nn.Module, optimizer: Any) -> None: ...
+    def on_before_zero_grad(self, trainer: Trainer, policy: nn.Module, optimizer: Any) -> None: ...
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, i: int) -> None: ...
+    def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Any) -> None: ...
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None: ...
+    def on_validation_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
+    def on_validation_batch_end(self, *_: Any) -> None: ...
+    def on_validation_end(self, trainer: Trainer, policy: nn.Module) -> None: ...
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None: ...
+    def on_save_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: Any) -> None: ...
+    def on_train_epoch_end(self, trainer: Trainer, policy: nn.Module) -> None: ...
+    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None: ...
+
+    def due(self, step: int) -> bool:
+        return step % 3 == 0
+
+
+class SavesAlone(Callback):
+    """Has its own rank alone save at step 3."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def due(self, step: int) -> bool:
+        return step == 3
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.distribution.rank == self.rank:
+            trainer.save_checkpoint()
+
+
+class Events(Callback):
+    """The messages of one kind of event."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.messages = kind, list[str]()
+
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None:
+        if record.get("event") == self.kind:
+            self.messages.append(record["message"])
 
 
 class Dies(Callback):

@@ -56,6 +56,15 @@ class Placed(Policy):
         super().__init__()
 
 
+class Marked(Policy):
+    """Marks its parameters, as for an optimizer that treats some of them otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.marked = True  # type: ignore[attr-defined]
+
+
 class Whole(Policy):
     """Lightning's dialect: brings its data and its optimizer."""
 
@@ -124,6 +133,43 @@ class Logger:
     def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
 
     def finalize(self, status: str) -> None: ...
+
+
+class Own(torch.optim.SGD):
+    """Looks at its parameters, writes into them and draws: a run starts from what that leaves."""
+
+    def __init__(self, params: Any, lr: float = 0.1, writes: bool = False, needs: str = "") -> None:
+        if lr < 0.01:
+            raise ValueError(f"lr must be at least 0.01, got {lr}")
+        params = list(params)
+        if not all(hasattr(p, needs) for p in params if needs):
+            raise ValueError(f"no parameter has {needs}")
+        if any(p.sum().isnan() for p in params):
+            raise ValueError("a parameter is not finite")
+        super().__init__(params, lr)
+        for p in params if writes else ():
+            p.data.add_(torch.rand_like(p))
+
+
+def own(params: Any, lr: float) -> Own:
+    return Own(params, lr)
+
+
+def no_optimizer(params: Any) -> list[Any]:
+    return list(params)
+
+
+class Steep(torch.optim.lr_scheduler.LRScheduler):
+    """Of one's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steepness: int = 1) -> None:
+        self.steepness = 1 // steepness
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        if self.last_epoch and self.steepness < 0:
+            raise ValueError("too steep")
+        return [float(rate) for rate in self.base_lrs]
 
 
 def half(step: int) -> float:

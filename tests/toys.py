@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from policyfit.strategies.facts import MachineFacts
+from policyfit.trainer.data import TrainingData, training_data
+
 
 class Batch(NamedTuple):
     """x (batch, 6), y (batch, 3), and a factor on the loss: 1.0, or inf to poison the gradients."""
@@ -46,6 +49,32 @@ class Ids(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.reads += 1
         return index
+
+
+class Telling(Ids):
+    """Gives the epoch that it was told."""
+
+    told = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.told
+
+
+def data_of(source: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> TrainingData:
+    """What a run with seed 7 and batches of 4 makes of a source, in this process."""
+    settings: dict[str, Any] = {
+        "seed": 7,
+        "batch_size": 4,
+        "workers": 0,
+        "accumulate": 1,
+        "pin_memory": False,
+        "device_type": "cpu",
+        "facts": MachineFacts(),
+    }
+    return training_data(source, rank=rank, world_size=world_size, **settings | changes)
 
 
 class Augmented(Ids):

@@ -24,8 +24,8 @@ from ..strategies.errors import CheckpointError, ConfigError
 from .carried import ENDED, ROUNDED
 from .checkpoint import CheckpointState
 from .describe import class_of, class_path
-from .prepare import set_statistics
 from .run import Run
+from .sources import set_statistics
 from .together import optimizer_parts
 
 NAMES = ("lr", "optimizer", "schedule", "batch_size", "accumulate", "data", "statistics")
@@ -35,7 +35,10 @@ _MOVED = {"lr", "momentum", "betas"}
 _KEPT_FOR_SCHEDULES = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 # Asked for by name, these are made anew even where no difference can be seen.
 _ALWAYS = ("data", "statistics", "optimizer", "schedule")
-_PLAIN = ("max_steps", "max_epochs", "clip_norm", "clip_value", "non_finite", "max_skips", "deterministic", "compile")
+_PLAIN = (
+    "max_steps", "max_epochs", "clip_norm", "clip_value", "non_finite", "max_skips", "val_every", "log_every", "tf32",
+    "deterministic", "compile",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

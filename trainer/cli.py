@@ -49,7 +49,19 @@ NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors become one panel of text, with ``--debug`` a traceback too."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        print(end="", flush=True)  # now, as an error of it when Python ends could no longer be caught
+    except BrokenPipeError:
+        # The reader has what it wanted (``| head``), so this ends without a word, and with the code that Python's
+        # documentation of SIGPIPE has for it, as rich's output does. The signal stays ignored: it would end a run whose
+        # connection to a logger or a bucket is lost.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
+        return 1
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     try:
         request = _parse(arguments)
         request.run(request)
@@ -61,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     except Exception as raised:
+        if isinstance(raised, BrokenPipeError) and _nobody_reads():
+            raise
         error = _with_remedy(raised)
         known = isinstance(error, PolicyfitError)
         if "--debug" in arguments:
@@ -77,6 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(error, known=known)
         return code
     return 0
+
+
+def _nobody_reads() -> bool:
+    """Whether it is our output that nobody reads any more (``| head``), and not the pipe to a process of the run's."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _with_remedy(error: Exception) -> Exception:
@@ -137,13 +160,15 @@ def parsers() -> tuple[_Parser, dict[str, _Parser]]:
     fit.add_argument("--changes", metavar="NAME,...", default="", help="what may differ from the run gone on with")
     fit.add_argument("--no-verify", action="store_true", help=NO_VERIFY)
     fit.add_argument("--audit", action="store_true", help="report in what precision the first step really ran")
-    fit.add_argument("--print_config", action="store_true", help=PRINT_CONFIG)
     plan = command("plan", commands.plan, "Say what a run file would run, and why.", epilog=KEYS)
-    plan.set_defaults(takes_keys=True)
+    plan.set_defaults(takes_keys=True, resume=None, changes="", audit=False)
     plan.add_argument("files", nargs="+", metavar="RUN.yaml")
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.add_argument("--with-data", action="store_true", help="build the training data, and count epochs in it")
-    plan.add_argument("--print_config", action="store_true", help=PRINT_CONFIG)
+    for takes_run_files in (fit, plan):
+        takes_run_files.add_argument(
+            "--print_config", action="store_const", dest="run", const=commands.print_config, help=PRINT_CONFIG
+        )
     validate = command("validate", commands.validate, "Measure a trained policy on the validation data of its run.")
     _take_a_checkpoint(validate, commands.VALIDATE_KEYS)
     evaluate = command("eval", commands.evaluate, "Let a trained policy act in the environment of its run.")

@@ -28,23 +28,8 @@ EVAL_KEYS = {**VALIDATE_KEYS, "env": "eval.env", "episodes": "eval.episodes", "s
 
 def fit(request: argparse.Namespace) -> None:
     """Train, and evaluate where the run names an environment."""
-    from .config import resolve
-    from .early import check_resumable, check_trainable
-
-    if request.changes and request.resume is None:
-        raise ConfigError("--changes is for a run that is gone on with.\nLeave it out, or give --resume, too.")
-    config = _read(_files(request), request.keys)
-    if request.audit:
-        config = _with_audit(config)
-    with config.importable():
-        run = resolve(config)
-        if request.print_config:
-            _print_config(run)
-            return
-        trainer = _seeded_trainer(run)
-        check_resumable(request.resume, run.config.values["trainer"]["run_dir"])
-        policy = _policy(run)
-        check_trainable(run, policy)
+    with _configured(request) as run:
+        trainer, policy = _trainable(run, request.resume)
         env = run.build("eval", "env")  # a mistake in it is to be known before data is recorded and hours of training
         with ExitStack() as unused:
             if hasattr(env, "reset") and hasattr(env, "close"):  # an environment, and not what makes one
@@ -70,21 +55,20 @@ def fit(request: argparse.Namespace) -> None:
 
 def plan(request: argparse.Namespace) -> None:
     """Print what would run, and why."""
-    from .config import resolve
-    from .early import check_trainable
     from .forecast import forecast
 
-    config = _read(request.files, request.keys)
-    with config.importable():
-        run = resolve(config)
-        if request.print_config:
-            _print_config(run)
-            return
-        trainer = _seeded_trainer(run)
-        policy = _policy(run)
-        check_trainable(run, policy)
+    with _configured(request) as run:
+        trainer, policy = _trainable(run)
         plan = forecast(run, trainer, policy, build_data=request.with_data)
     print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
+
+
+def print_config(request: argparse.Namespace) -> None:
+    """Print the run as resolved; nothing is built."""
+    from .strict_yaml import write
+
+    with _configured(request) as run:
+        print(write(run.config.values), end="")
 
 
 def validate(request: argparse.Namespace) -> None:
@@ -214,15 +198,34 @@ def _read(files: Sequence[str | Path], keys: Sequence[tuple[str, str]]) -> RunCo
     from .config import read_run
 
     config = read_run(files, keys)
-    for notice in config.notices if os.environ.get("RANK", "0") == "0" else ():
-        _warn(f"note: {notice.text}")
+    for text in dict.fromkeys(notice.text for notice in config.notices) if os.environ.get("RANK", "0") == "0" else ():
+        _warn(f"note: {text}")
     return config
 
 
-def _print_config(run: RunRecipe) -> None:
-    from .strict_yaml import write
+@contextmanager
+def _configured(request: argparse.Namespace) -> Iterator[RunRecipe]:
+    """The run that files and command line say, checked as a whole; while this is open, its modules can be imported."""
+    from .config import resolve
 
-    print(write(run.config.values), end="")
+    if request.changes and request.resume is None:
+        raise ConfigError("--changes is for a run that is gone on with.\nLeave it out, or give --resume, too.")
+    config = _read(_files(request), request.keys)
+    if request.audit:
+        config = _with_audit(config)
+    with config.importable():
+        yield resolve(config)
+
+
+def _trainable(run: RunRecipe, resume: str | None = None) -> tuple[Trainer, nn.Module]:
+    """The trainer and the policy of a run, with all refused that can be known before its data is made."""
+    from .early import check_resumable, check_trainable
+
+    trainer = _seeded_trainer(run)
+    check_resumable(resume, run.config.values["trainer"]["run_dir"])
+    policy = _policy(run)
+    check_trainable(run, policy)
+    return trainer, policy
 
 
 def _with_audit(config: RunConfig) -> RunConfig:

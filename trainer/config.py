@@ -24,7 +24,7 @@ from .imports import nearest
 from .layers import PLACES, SECTIONS, RunConfig, read_run
 from .recipe import LISTS, Recipe, Slot, bind, name_of, read_recipe, unknown_key
 from .resolve import check_words, plain_precision
-from .settings import Settings, run_folder
+from .settings import A_LOGGER, Settings, is_logger, run_folder
 from .strict_yaml import dotted
 
 __all__ = [
@@ -77,6 +77,7 @@ DATA = Slot("data with __getitem__ or __iter__", _is_data)
 OPTIMIZER = Slot("a torch.optim.Optimizer", _subclass_of(Optimizer), given=1)
 SCHEDULE = Slot("a torch.optim.lr_scheduler.LRScheduler", _subclass_of(LRScheduler), given=1)
 ENVIRONMENT = Slot("a gymnasium environment, or something that makes one when called", _is_environment)
+LOGGER = Slot(A_LOGGER, is_logger)
 CLASSES: dict[tuple[str, ...], Slot] = dict(
     zip(PLACES, (POLICY, DATA, DATA, OPTIMIZER, SCHEDULE, ENVIRONMENT), strict=True)
 )
@@ -114,12 +115,17 @@ def resolve(config: RunConfig) -> RunRecipe:
     from .trainer import Trainer
 
     values = _sections(config)
+    loggers = values["trainer"].get("loggers")
+    if isinstance(loggers, list):  # of any class with what a run calls, so that no hint says that text is a path
+        values["trainer"]["loggers"] = [{"class_path": item} if isinstance(item, str) else item for item in loggers]
     trainer = bind(("trainer",), Trainer, values["trainer"], config.fault)
     values["trainer"] = _defaults() | trainer.values
     with trainer.placed():
         Settings(**{field.name: values["trainer"][field.name] for field in fields(Settings)})
         run_folder(values["trainer"]["run_dir"])
         check_words(**{name: values["trainer"][name] for name in ("device", "precision", "distributed")})
+    for position, spec in enumerate(trainer.values.get("loggers", ())):
+        read_recipe(("trainer", "loggers", position), spec, LOGGER, config.fault)
     fill = {} if trainer.values.get("max_steps") is None else {"total_steps": trainer.values["max_steps"]}
     recipes: dict[tuple[str, ...], Recipe] = {}
     for path, slot in CLASSES.items():

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import nn
 
-from .schedule import Schedule
 from .settings import Settings
-
-_WHERE_IT_STANDS = {
-    "base_lrs", "_last_lr", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_schedulers",
-    "lr_lambdas",
-}  # fmt: skip
 
 
 def policy_config(policy: nn.Module) -> dict[str, Any]:
@@ -81,60 +71,3 @@ def _code(policy: nn.Module) -> list[str]:
     depth = 0 if module == "__main__" else module.count(".")
     depth += Path(file).name == "__init__.py"
     return [str(Path(file).resolve().parents[depth])]
-
-
-def optimizer_settings(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The settings of optimizers, freshly built: name to value, both in JSON.
-
-    The learning rate is that from which a schedule starts. Forms that only change how fast it is (``fused``,
-    ``foreach``) are left out.
-    """
-    found: dict[str, Any] = {}
-    for i, optimizer in enumerate(optimizers):
-        found |= _plain(f"optimizer {i}", {"class": type(optimizer).__name__})
-        for j, group in enumerate(optimizer.param_groups):
-            prefix = f"optimizer {i} group {j}" if len(optimizer.param_groups) > 1 else f"optimizer {i}"
-            settings = {k: v for k, v in group.items() if k not in ("params", "fused", "foreach", "initial_lr")}
-            settings["lr"] = group.get("initial_lr", group["lr"])
-            found |= _plain(prefix, {**settings, "parameters": len(group["params"])})
-    return found
-
-
-def schedule_settings(schedules: Sequence[Schedule]) -> dict[str, Any]:
-    """The same of schedules, without what follows from the learning rates and where they stand."""
-    found: dict[str, Any] = {}
-    for i, schedule in enumerate(schedules):
-        advanced = {name: getattr(schedule, name) for name in ("interval", "frequency", "monitor")}
-        found |= _plain(f"schedule {i}", advanced) | _scheduler_settings(f"schedule {i}", schedule.scheduler)
-    return found
-
-
-def _scheduler_settings(prefix: str, scheduler: LRScheduler) -> dict[str, Any]:
-    state = {name: value for name, value in scheduler.state_dict().items() if name not in _WHERE_IT_STANDS}
-    found = _plain(prefix, {"class": type(scheduler).__name__, **state})
-    for i, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
-        found |= _plain(prefix, {f"factors {i}": _sampled(function)})
-    for i, part in enumerate(getattr(scheduler, "_schedulers", ())):  # SequentialLR, ChainedScheduler
-        found |= _scheduler_settings(f"{prefix} part {i}", part)
-    return found
-
-
-def _sampled(function: Callable[[int], float]) -> list[float]:
-    """What a function of the step gives, as far as it goes: the function itself has no form to compare."""
-    factors = []
-    for step in (0, 1, 10, 100, 1000, 10_000, 100_000):
-        try:
-            factors.append(float(function(step)))
-        except Exception:  # the user's own: a table may end, and then it fails when it is used
-            break
-    return factors
-
-
-def _plain(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that JSON can hold, as it gives them back; tensors (a tensor lr) as numbers."""
-    plain = {}
-    for name, value in values.items():
-        with suppress(TypeError, ValueError):
-            number = value.tolist() if isinstance(value, Tensor) else value
-            plain[f"{prefix}: {name}"] = json.loads(json.dumps(number, allow_nan=False))
-    return plain

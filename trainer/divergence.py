@@ -89,7 +89,7 @@ class Divergence:
         """
         here = [(name, self._ranks.local(p)) for name, p in self._policy.named_parameters()]
         own = _non_finite(here) + self._non_finite_buffers()
-        bad = list(dict.fromkeys(name for names in self._ranks.gather(own) for name in names))
+        bad = list(dict.fromkeys(name for names in self._ranks.gather(own, "save_checkpoint()") for name in names))
         if bad:
             raise TrainingDiverged(
                 f"At step {self._counters.step} these are inf or NaN and are not saved: {', '.join(bad[:5])}.\n"

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from types import NoneType
+from typing import Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..strategies.errors import ConfigError
+from ..strategies.device import CPUDevice
+from ..strategies.errors import ConfigError, PolicyfitError
 from .config import RunRecipe
 from .optimizer import trainable
 from .policy import adapt, brings
 from .recipe import Recipe
 from .remote import is_url
+from .rng import preserved
 from .run_dir import newest_run
 from .sketch import sketched
 
+T = TypeVar("T")
+
 _KNOWN = ("torch.optim", "policyfit.")  # whose constructors are known to leave parameters as they are
+_REFUSALS = (ValueError, TypeError, ArithmeticError, NoneType)  # None: what was made is no optimizer
 
 
 def check_resumable(resume: str | None, run_dir: str | None) -> None:
@@ -65,22 +73,53 @@ def check_data(run: RunRecipe, policy: nn.Module, kind: Literal["train", "val"])
 
 
 def _rehearse(policy: nn.Module, optimizer: Recipe | None, schedule: Recipe | None) -> None:
-    """Make the optimizer and the schedule that a run names, if they are torch's or ours, and let the schedule step.
+    """Make the optimizer and the schedule that a run names, and let the schedule step.
+
+    An optimizer of one's own may do what it likes with its parameters, so it gets stand-ins: of their shapes, all zero.
 
     Raises:
         PolicyfitError: One of them refuses its arguments, or the schedule cannot step.
     """
-    if optimizer is None or not optimizer.target.__module__.startswith(_KNOWN):
+    if optimizer is None:
         return
-    made = sketched(optimizer)(trainable(policy))
-    if schedule is None or not schedule.target.__module__.startswith(_KNOWN):
+    parameters = trainable(policy)
+    if not _is_known(optimizer):
+        parameters = [_stand_in(p) for p in parameters]
+    made = _tried(optimizer, lambda: sketched(optimizer)(parameters))
+    if made is None or schedule is None:
         return
-    scheduler = schedule.build(made)
-    if isinstance(scheduler, ReduceLROnPlateau):  # which needs a metric
+    scheduler = _tried(schedule, lambda: schedule.build(made))
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):  # which needs a metric
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it moves before its optimizer
+
+    def step() -> None:
         try:
             scheduler.step()
         except Exception as error:
             raise schedule.explained(error) from error
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it moves before its optimizer
+        _tried(schedule, step)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """One of the same shape and type, and with the same marks of its owner's, in the memory of one number."""
+    found = nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+    vars(found).update(vars(parameter))
+    return found
+
+
+def _is_known(recipe: Recipe) -> bool:
+    return recipe.target.__module__.startswith(_KNOWN)
+
+
+def _tried(recipe: Recipe, attempt: Callable[[], T]) -> T | None:
+    """What the attempt gives; ``None`` where one's own fails without refusing: stand-ins may not do for it."""
+    try:
+        with preserved(CPUDevice()):
+            return attempt()
+    except PolicyfitError as error:
+        if _is_known(recipe) or isinstance(error.__cause__, _REFUSALS):
+            raise
+        return None

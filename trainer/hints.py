@@ -13,16 +13,34 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from os import PathLike
 from types import FunctionType, NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_NO_VALUE = "None is the default"
+#: The hint of an argument for which None is no value of its own, and means its default.
+OrDefault = Annotated[T | None, _NO_VALUE]
 _ANY = "instantiate_subclass_spec_in_any"  # {class_path: ...} where an argument has no type: what a run file means
 #: Where the classes are whose items have the types that a hint says.
 _CONTAINERS = ("builtins", "collections", "collections.abc")
@@ -69,6 +87,23 @@ def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     }
 
 
+def none_is_default(function: F) -> F:
+    """The function, for which None means in Python what null means in a run file: the default, where it is no value.
+
+    Its signature must say all that it takes.
+    """
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        known = parameters(function)
+        filled = {name: p.default for name, p in known.items() if not (p.required or p.takes_null)}
+        placed = [filled.get(name) if value is None else value for name, value in zip(known, args, strict=False)]
+        named = {name: filled.get(name) if value is None else value for name, value in kwargs.items()}
+        return function(*placed, *args[len(placed) :], **named)
+
+    return cast(F, called)
+
+
 def _plain_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None:
     """The parameters, where the signature alone says them all and every hint can be resolved."""
     is_class = isinstance(target, type)
@@ -97,6 +132,8 @@ def _erased(hint: Any) -> Any:
     """
     origin: Any = get_origin(hint)
     if origin is Annotated:
+        if _NO_VALUE in hint.__metadata__:
+            return _erased(Union[tuple(option for option in options(hint) if option is not NoneType)])  # noqa: UP007
         return Annotated[_erased(hint.__origin__), *hint.__metadata__]
     if isinstance(origin, type) and origin is not UnionType and origin.__module__ not in _CONTAINERS:
         return origin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from .failure import Phase, end_together
 from .run import Run
 
 _NOTHING = nullcontext()
@@ -11,14 +12,16 @@ _NOTHING = nullcontext()
 
 def train(run: Run) -> None:
     """Train until the run has the steps or epochs it was asked for, or somebody stops it."""
+    run.begin()
     try:
         _train(run)
+        run.finish()
     except Exception as error:
-        run.fail(error)  # raises it, unless other ranks are to end with this one
+        end_together(run, error)  # raises it, unless other ranks are to end with this one
 
 
 def _train(run: Run) -> None:
-    trainer, policy, adapter = run.trainer, run.policy, run.adapter
+    trainer, policy, adapter, place = run.trainer, run.policy, run.adapter, run.place
     precision, distribution, updater = run.precision, run.distribution, run.updater
     counters, means, step = run.counters, run.means, distribution.through(adapter.module, adapter.training_step)
     batch_start = run.callbacks.bound["on_train_batch_start"]
@@ -29,9 +32,10 @@ def _train(run: Run) -> None:
     while not run.done:
         for batch, index, divisor, closes in run.begin_epoch():
             weight = 1.0 / divisor
-            run.in_window, run.backward_is_done = True, False
+            place.enter(batch, index, closes=closes, window=updater.applied)
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
+            place.phase = Phase.COMPUTING
             with _NOTHING if closes else distribution.accumulating(adapter.module):
                 loss, metrics = precision.forward(step, batch, index)
                 if loss is not None:
@@ -39,20 +43,21 @@ def _train(run: Run) -> None:
                     for hook in before_backward:
                         hook(trainer, policy, share)
                     precision.backward(share)
-                    run.backward_is_done = closes
-                    for hook in after_backward:
-                        hook(trainer, policy)
-                    means.add("train/loss", loss, weight)
-                elif closes:
+                    if weight:  # else it only pads an epoch's end
+                        updater.losses[counters.micro_batches] = share.detach()
+                elif closes or distribution.is_sharded:
                     distribution.contribute_nothing(adapter.module)
-                    run.backward_is_done = True
+            place.phase = Phase.AFTER
+            if loss is not None:
+                for hook in after_backward:
+                    hook(trainer, policy)
+                means.add("train/loss", loss, weight)
             for name, value in metrics.items():
                 means.add(f"train/{name}", value, weight)
             counters.micro_batches += 1
             counters.batch_in_epoch = index + 1
             if closes:
                 updater.apply()
-                run.in_window = False
             if batch_end:
                 outputs = {**metrics, "loss": None if loss is None else loss.detach()}
                 for hook in batch_end:
@@ -61,6 +66,4 @@ def _train(run: Run) -> None:
                 run.at_step()
                 if run.done:
                     return
-        run.between_windows = True
         run.end_epoch()
-        run.between_windows = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -18,7 +20,7 @@ REASONS: dict[Reason, str] = {
 
 
 class Outcome(NamedTuple):
-    """What became of one update. Everything but ``norms`` is on the host already; reading it costs nothing."""
+    """What became of one update. All but ``norms`` and ``losses`` is on the host already; reading it costs nothing."""
 
     landed: bool
     #: ``None`` when it landed.
@@ -37,6 +39,10 @@ class Outcome(NamedTuple):
     names: tuple[str, ...]
     #: Draws from the loader so far, this update's window included.
     micro_batches: int = 0
+    #: What each micro-batch of the window brought to its loss, by the number of its draw, on the device; of this rank.
+    losses: Mapping[int, Tensor] = MappingProxyType({})
+    #: Where there are several ranks, the last one whose loss was inf or NaN.
+    bad_loss_rank: int | None = None
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient norm was not finite, worst (NaN) first. Waits for the device."""

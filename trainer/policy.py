@@ -14,7 +14,6 @@ from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -25,6 +24,8 @@ from .schedule import Schedule
 Log = Callable[[str, Any], None]
 Metrics = Mapping[str, Any]
 NO_METRICS: Metrics = {}
+# By their names: the last takes more than a second to import.
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 class PolicyAdapter(ABC):
@@ -279,9 +280,11 @@ def adapt(policy: Any) -> PolicyAdapter:
         is_class = isinstance(policy, type) and issubclass(policy, nn.Module)
         remedy = "Pass an instance of it." if is_class else "Derive its class from nn.Module."
         raise ConfigError(f"The policy must be a torch.nn.Module, got {policy!r}.\n{remedy}")
-    if isinstance(policy, nn.DataParallel | DistributedDataParallel) or hasattr(policy, "_orig_mod"):
+    classes = {base.__name__ for module in policy.modules() for base in type(module).__mro__}
+    wrappers = [type(policy).__name__] if hasattr(policy, "_orig_mod") else [n for n in _WRAPPERS if n in classes]
+    if wrappers:
         raise ConfigError(
-            f"The policy is wrapped in {type(policy).__name__}, which hides its methods and renames its parameters.\n"
+            f"The policy is wrapped in {wrappers[0]}, which hides its methods and renames its parameters.\n"
             "Pass the policy itself; Trainer(compile=True) compiles it, and Trainer(distributed=...) spreads the run."
         )
     _refuse_misspelt(policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,26 +25,6 @@ def choose_threads(device_type: str, parameters: int, facts: MachineFacts) -> tu
     if parameters >= _SMALL:
         return None, f"{parameters:,} parameters keep several threads busy"
     return 1, f"{parameters:,} parameters are too few to share; set OMP_NUM_THREADS to choose"
-
-
-def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
-    """Take every step, also after one has failed: what ends a run has to end all of it.
-
-    Args:
-        error: The error that is under way. It stays the one that is told; failures of steps become notes on it.
-            Without one, the first failure is raised at the end.
-    """
-    first = error
-    for step in steps:
-        try:
-            step()
-        except BaseException as failure:
-            if first is None:
-                first = failure
-            else:
-                first.add_note(f"While this was handled, another error came: {type(failure).__name__}: {failure}")
-    if first is not error and first is not None:
-        raise first
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -69,8 +69,16 @@ class Choice(Generic[T]):
     reason: str
 
 
-def resolve_device(request: str | DeviceStrategy, facts: MachineFacts) -> Choice[DeviceStrategy]:
-    """The device strategy for a request.
+class Choices(NamedTuple):
+    """What the trainer's strategies were chosen from, and why."""
+
+    device: Choice[DeviceStrategy]
+    precision: Choice[PrecisionStrategy]
+    distribution: Choice[DistributionStrategy]
+
+
+def resolve_device(request: object, facts: MachineFacts) -> Choice[DeviceStrategy]:
+    """The device strategy for a request, a word or a strategy.
 
     ``auto`` takes cuda, then mps, xpu, cpu. Without an index it is the device of this process's local rank.
 
@@ -81,7 +89,7 @@ def resolve_device(request: str | DeviceStrategy, facts: MachineFacts) -> Choice
     if isinstance(request, DeviceStrategy):
         strategy, asked = request, request.name
     else:
-        strategy, asked = automatic(facts) if request == "auto" else _named(request, facts), request
+        strategy, asked = automatic(facts) if request == "auto" else _named(request, facts), str(request)
     strategy.check(facts, asked)
     reasons = [describe(strategy.device, facts)]
     if asked == "auto":
@@ -236,7 +244,7 @@ def _precision_of(request: object) -> PrecisionStrategy:
 def _no_precision(request: object) -> str:
     valid = f"precision must be no, bf16, fp16 or auto, or a precision strategy, got {request!r}."
     word = str(request).strip().lower()
-    if re.fullmatch(r"(\w+\.)+\w+", word):
+    if re.fullmatch(r"([^\W\d]\w*\.)+\w+", word):
         return f"{valid}\nA class is written {{class_path: {str(request).strip()}}}."
     near = next((meant for words, meant in _MEANT_PRECISIONS.items() if word in words), None)
     near = near or next(iter(get_close_matches(word, ("no", "bf16", "fp16", "auto"), n=1)), "auto")
@@ -253,8 +261,8 @@ def _check_launcher(strategy: PrecisionStrategy, facts: MachineFacts) -> None:
         )
 
 
-def resolve_distribution(request: str | DistributionStrategy, facts: MachineFacts) -> Choice[DistributionStrategy]:
-    """The distribution strategy for a request, checked against what was launched.
+def resolve_distribution(request: object, facts: MachineFacts) -> Choice[DistributionStrategy]:
+    """The distribution strategy for a request, a word or a strategy, checked against what was launched.
 
     ``auto`` follows the launcher: ddp for several processes, none for one.
 
@@ -268,11 +276,12 @@ def resolve_distribution(request: str | DistributionStrategy, facts: MachineFact
     if request not in ("auto", *DISTRIBUTIONS):
         raise ConfigError(_no_distribution(request))
     world = world_size(facts)
-    chosen = request if request != "auto" else "ddp" if world > 1 else "none"
+    asked = str(request)
+    chosen = asked if asked != "auto" else "ddp" if world > 1 else "none"
     strategy = DISTRIBUTIONS[chosen]()
     strategy.check(facts)
     reason = f"a launcher started {world} processes" if world > 1 else "one process"
-    return Choice(value=strategy, asked=request, chosen=chosen, reason=reason)
+    return Choice(value=strategy, asked=asked, chosen=chosen, reason=reason)
 
 
 def _no_distribution(request: object) -> str:

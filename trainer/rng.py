@@ -135,7 +135,8 @@ def seed_everything(seed: int) -> None:
     """
     seed_number("seed", seed)
     random.seed(seed)
-    np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
+    # From the same words numpy's generator would be python's, number by number: hence one word more.
+    np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32, 1])
     torch.manual_seed(seed)
 
 

@@ -163,7 +163,7 @@ def rollout(
                 reset()
             tally = rounds[first] = _Tally()
             _play_round(vector, these, seed, act_on_host, tally)
-    every = {first: tally for part in ranks.gather(rounds) for first, tally in part.items()}
+    every = {first: tally for part in ranks.gather(rounds, "evaluate()") for first, tally in part.items()}
     tally = _Tally.of([every[first] for first in sorted(every)])
     successes = sum(tally.succeeded) if tally.reported else None
     p50, p99 = np.percentile(tally.latencies_ms, (50, 99))

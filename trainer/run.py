@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies.errors import DistributedError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
+from .failure import Phase, Place
 from .metrics import Means
 from .policy import PolicyAdapter
 from .rng import restore
@@ -44,7 +45,7 @@ class Run:
     counters: Counters
     settings: Settings
     seed: int
-    #: The settings of optimizers and schedules before the first step, by name; see ``describe.py``.
+    #: The settings of optimizers and schedules before the first step, by name; see ``movers.py``.
     movers: dict[str, Any]
     means: Means = field(default_factory=Means)
     lock: ExitStack = field(default_factory=ExitStack)
@@ -53,11 +54,7 @@ class Run:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     stop_reason: str | None = None
     exit_code: int = 0
-    in_window: bool = False
-    #: Whether the backward that closes the window, in which ranks combine their gradients, is over.
-    backward_is_done: bool = False
-    #: Whether it is between windows, where ranks meet in validations and saves: no place to leave in order.
-    between_windows: bool = False
+    place: Place = field(default_factory=Place)
     #: Why this rank asked for a stop that all have to agree on; and its error, or that another has failed.
     asked_to_stop: str | None = None
     failure: Exception | None = None
@@ -99,11 +96,17 @@ class Run:
             or (epochs is not None and self.counters.epoch >= epochs)
         )
 
+    @property
+    def in_window(self) -> bool:
+        """Whether there are micro-batches whose update has not been tried."""
+        return self.place.window == self.updater.applied
+
     # Epochs --------------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> Iterator[MicroBatch]:
         """The micro-batches of the epoch under way, from the first that was not used, on the device."""
         start = self.counters.batch_in_epoch
+        self.place.index, self.place.phase = start, Phase.BEFORE
         if start == 0:
             self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
         batches = self.device.stream(self.data.epoch(self.counters.epoch, start))
@@ -116,9 +119,13 @@ class Run:
         return batches
 
     def end_epoch(self) -> None:
-        """The epoch's data is used up: settle its last update and go on to the next epoch."""
+        """The epoch's data is used up: settle its last update and go on to the next epoch; ranks meet at its end."""
         counters = self.counters
+        self.place.meeting = True
         self.updater.settle()
+        if self.updater.agreement.is_noted:  # by all: every rank has settled every update
+            self._take_agreement()
+            return
         for schedule in self.schedules:
             if schedule.interval == "epoch":
                 if schedule.monitor is not None:
@@ -130,6 +137,7 @@ class Run:
         counters.batch_in_epoch = 0
         self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
         self.ended_epoch = None
+        self._part("the end of an epoch")
 
     def _bring_up_to_date(self, metric: str) -> None:
         """Validate, and if that does not give the metric, log what was collected since the last record."""
@@ -156,30 +164,51 @@ class Run:
         )
 
     def at_step(self) -> None:
-        """What is due at the step of the update just applied; where ranks meet."""
-        self.between_windows = True
-        self._at_step()
-        self.between_windows = False
-
-    def _at_step(self) -> None:
         """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
         self.saver.check()
         self.updater.settle()
         while self.saver.notices:
             self.trainer.event("warning", source="checkpoint", message=self.saver.notices.pop(0))
-        self._take_agreement()
+        meets, self.place.asked = self.meets(), self.updater.applied
+        if not meets:
+            return
+        self.place.meeting = True
+        if self.updater.ends_now:
+            self._take_agreement()
+        step = self.counters.step
+        if step == self.updater.aimed_step:
+            if _hits(step, self.settings.log_every):
+                self._log()
+            paused_from = time.perf_counter()
+            if self._validates_at(step):
+                self._validate_once()
+            for callback in self.callbacks.with_due:
+                if callback.due(step):
+                    callback.on_due(self.trainer, self.policy)
+            self._paused += time.perf_counter() - paused_from
+        self._part(f"the end of step {step}")
+
+    def meets(self) -> bool:
+        """Whether something is to be done together with the other ranks after the update applied last; settles it."""
+        self.updater.settle()
         step = self.counters.step
         if step != self.updater.aimed_step:  # it was skipped; the next update aims at the same step
-            return
-        if _hits(step, self.settings.log_every):
-            self._log()
-        paused_from = time.perf_counter()
-        if self.validation_data is not None and _hits(step, self.settings.val_every):
-            self._validate_once()
-        for callback in self.callbacks.with_due:
-            if callback.due(step):
-                callback.on_due(self.trainer, self.policy)
-        self._paused += time.perf_counter() - paused_from
+            return self.updater.ends_now
+        return (
+            self.updater.ends_now
+            or self.done
+            or _hits(step, self.settings.log_every)
+            or self._validates_at(step)
+            or any(callback.due(step) for callback in self.callbacks.with_due)
+        )
+
+    def _validates_at(self, step: int) -> bool:
+        return self.validation_data is not None and _hits(step, self.settings.val_every)
+
+    def _part(self, place: str) -> None:
+        """The ranks have met, and see whether one of them has failed meanwhile."""
+        self.distribution.gather(None, place)
+        self.place.meeting = False
 
     def _log(self) -> None:
         """Emit the record of this step: the means since the last one, and what the update itself says."""
@@ -187,7 +216,7 @@ class Run:
         seconds = max(time.perf_counter() - self._clock - self._paused, 1e-9)
         steps, batches = counters.step - self._counted[0], counters.micro_batches - self._counted[1]
         record: dict[str, Any] = {"step": counters.step, "epoch": counters.epoch}
-        record.update(self.means.read(self.distribution.gather))
+        record.update(self.means.read(partial(self.distribution.gather, place=f"the log of step {counters.step}")))
         record["lr"] = float(self.updater.lr)
         if outcome is not None and math.isfinite(outcome.grad_norm):
             record["grad_norm"] = outcome.grad_norm
@@ -227,45 +256,27 @@ class Run:
             self.stop_reason, self.exit_code = reason, exit_code
 
     def _take_agreement(self) -> None:
-        agreement = self.updater.agreement
-        if not self.updater.ends_now or self.stop_reason is not None:
-            return
-        reasons = self.distribution.gather(self.asked_to_stop)
+        """End for what ranks have agreed on; one that has failed comes here with its error instead."""
+        reasons = self.distribution.gather(self.asked_to_stop, "the end of the run")
         asked = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
-        self.stop_reason = next(iter(asked), "another process failed")
-        self.exit_code, self.failed = agreement.exit_code, agreement.failed
+        self.stop_reason = self.stop_reason or next(iter(asked))
+        self.exit_code = self.updater.agreement.exit_code
 
-    def fail(self, error: Exception) -> None:
-        """Have all ranks end after the same update, in which this one takes part without gradients.
+    def end_failed(self) -> None:
+        """This rank or another has failed, and all end here."""
+        self.failed, self.stop_reason = True, "a process failed"
+        self.exit_code = self.updater.agreement.exit_code
 
-        Raises:
-            Exception: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
-        """
-        distribution, updater = self.distribution, self.updater
-        if distribution.world_size == 1 or distribution.is_lost(error):
-            raise error
-        distribution.report(error)
-        in_order = distribution.can_contribute_nothing and not (updater.half_applied or self.between_windows)
-        if not in_order or isinstance(error, DistributedError):
-            raise error
-        self.failure = error
-        try:
-            if self.in_window:
-                if not self.backward_is_done:
-                    distribution.contribute_nothing(self.adapter.module)
-                updater.apply_failed()
-                self.in_window = False
-            while not updater.ends_now:
-                distribution.contribute_nothing(self.adapter.module)
-                updater.apply_failed()
-            updater.settle()
-            self._take_agreement()
-        except Exception as second:  # the others have ended, or a settled skip was the last straw
-            error.of_this_rank = True  # type: ignore[attr-defined]
-            error.add_note(f"The other processes could not be told in order: {type(second).__name__}: {second}")
-            raise error from None
+    def excuse(self, error: BaseException) -> None:
+        """Before the first batch or after the last: let the other ranks end with this error where they meet next."""
+        if self.place.meeting:
+            self.distribution.excuse(error)
 
     # Beginning and end ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All ranks are ready for the first window."""
+        self._part("the first batch")
 
     def start(self) -> None:
         """The policy may report from now on, has no gradients yet, and steps per second count from here."""
@@ -281,13 +292,13 @@ class Run:
 
     def finish(self) -> None:
         """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""
+        self.place.meeting = True
         self.updater.settle()
-        if self.failed:
-            return
         if self.counters.step != self.logged_step:
             self._log()
         if self.stop_reason is None:
             self._validate_once()
+        self.distribution.gather(None, "the end of training")
 
 
 def _hits(step: int, every: int | None) -> bool:

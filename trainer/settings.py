@@ -20,6 +20,7 @@ _OPTIONAL = {
     "val_every": "to validate once, at the end",
     "log_every": "to log only at the end",
 }
+A_LOGGER = "a logger, with log_metrics and finalize as Fabric's have"
 _NEVER = ("val_every", "log_every")  # where 0 means the same as None
 
 
@@ -78,16 +79,19 @@ class Settings:
 
 
 def listed(name: str, given: object) -> tuple[Any, ...]:
-    """The items of a list; ``None`` is none.
+    """The items of a list.
 
     Raises:
         ConfigError: It is no list, nor anything else with items.
     """
-    if given is None:
-        return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ConfigError(f"{name} must be a list, got {given!r}.\nPut a single one in a list, too.")
     return tuple(given)
+
+
+def is_logger(found: object) -> bool:
+    """Whether a logger, or what a class makes, has what a run calls."""
+    return all(callable(getattr(found, name, None)) for name in ("log_metrics", "finalize"))
 
 
 def checked_loggers(given: object) -> tuple[Any, ...]:
@@ -98,11 +102,10 @@ def checked_loggers(given: object) -> tuple[Any, ...]:
     """
     loggers = listed("trainer.loggers", given)
     for position, logger in enumerate(loggers):
-        made = not isinstance(logger, type)
-        if not (made and all(callable(getattr(logger, name, None)) for name in ("log_metrics", "finalize"))):
+        if isinstance(logger, type) or not is_logger(logger):
             raise ConfigError(
-                f"trainer.loggers[{position}] must be a logger, with log_metrics and finalize as Fabric's have, "
-                f"got {logger!r}.\nMake one; a run file writes {{class_path: module.Class, init_args: {{...}}}}."
+                f"trainer.loggers[{position}] must be {A_LOGGER}, got {logger!r}.\n"
+                "Make one; a run file writes {class_path: module.Class, init_args: {...}}."
             )
     return loggers
 

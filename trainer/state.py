@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..strategies.errors import CallbackError, CheckpointError, ConfigError, PolicyfitError
+from ..strategies.errors import CallbackError, CheckpointError, PolicyfitError
 from . import changes
 from .checkpoint import CheckpointState, begin, write_checkpoint
 from .counters import Counters
@@ -38,12 +38,14 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     """
     ranks = run.distribution
     in_parts = ranks.saves_shards and not consolidated
+    # A run that was resumed and has not drawn a batch yet still has its streams to come. First of what ranks give each
+    # other, since one that failed in a hook of the save can answer here.
+    own_streams = capture_streams(run.device) if run.streams is None else run.streams
+    streams = ranks.gather(own_streams, "save_checkpoint()")
     models, model = extra.pop("models", {}), run.policy.state_dict()
     if not in_parts:
         models, model = whole(ranks, models), whole(ranks, model)
     optimizers = [optimizer.state_dict() for optimizer in run.updater.optimizers]
-    # A run that was resumed and has not drawn a batch yet still has its streams to come.
-    streams = ranks.gather(capture_streams(run.device) if run.streams is None else run.streams)
     outcome = run.updater.outcome
     state = CheckpointState(
         models=models,
@@ -71,11 +73,11 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         callbacks={
             "states": run.callbacks.state_dict(),
             "checkpoint": extra,
-            "means": added(ranks.gather(run.means.state_dict())),
+            "means": added(ranks.gather(run.means.state_dict(), "save_checkpoint()")),
             "metrics": dict(run.trainer.metrics),
             "validated_step": run.validated_step,
             "logged_step": run.logged_step,
-            "outcome": None if outcome is None else outcome._replace(norms=None, names=())._asdict(),
+            "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
             "lr": float(run.updater.lr),
             "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
         },
@@ -90,7 +92,7 @@ def save(
 
     Raises:
         CallbackError: A window is open, and the checkpoint is to be exact.
-        CheckpointError: It could not be written.
+        CheckpointError: It could not be written, or the policy has replaced parameters.
     """
     if run.in_window and exact:
         raise CallbackError(
@@ -104,6 +106,7 @@ def save(
         )
     run.saver.wait()
     run.updater.settle()
+    _check_held(run)
     run.updater.divergence.check_finite()
     extra: dict[str, Any] = {}
     run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
@@ -142,6 +145,19 @@ def save(
     else:
         on_main(ranks, partial(write_and_finish, captured))
     return folder
+
+
+def _check_held(run: Run) -> None:
+    """Refuse to save a policy that has other parameters than those that updates move."""
+    held = {id(p) for o in run.updater.optimizers for group in o.param_groups for p in group["params"]}
+    named = list(run.policy.named_parameters())
+    if not held <= {id(p) for _, p in named}:
+        new = [name for name, p in named if p.requires_grad and id(p) not in held]
+        raise CheckpointError(
+            f"At step {run.counters.step} {type(run.policy).__name__} no longer has parameters that the optimizer "
+            f"moves; none moves its {', '.join(new[:5]) or 'others'}, so it was trained no further.\n"
+            "Fill parameters in place (parameter.data.copy_(new)) instead of replacing them."
+        )
 
 
 def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Iterable[str]) -> list[str]:
@@ -255,20 +271,3 @@ def _load_scaler(run: Run, saved: CheckpointState, report: changes.Report) -> No
         raise CheckpointError("The checkpoint has a scaler state, but its precision has no scaler.")
     elif before != now and run.precision.scale is not None:
         report.reset.append("the loss scale")
-
-
-def seed_of(saved: CheckpointState, asked: int | None) -> int:
-    """The seed that a run goes on with.
-
-    Raises:
-        ConfigError: Another one was asked for.
-    """
-    seed = saved.manifest.get("seed")
-    if not isinstance(seed, int):
-        raise CheckpointError(f"manifest.json is damaged: seed is {seed!r}.")
-    if asked is not None and asked != seed:
-        raise ConfigError(
-            f"The run began with seed={seed} and is to go on with seed={asked}: its samples would come in another "
-            f"order.\nLeave seed out, or use seed={seed}."
-        )
-    return seed

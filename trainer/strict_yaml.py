@@ -131,7 +131,7 @@ def read_text(text: str, name: str) -> Document:
             "Remove the line '---', or make two files of it."
         )
     if not nodes or (_plain(nodes[0]) and nodes[0].value == ""):
-        raise ConfigError(f"{name} is empty: it holds no value.\nWrite null for no value.")
+        raise ConfigError(f"{name} is empty: it holds no value.\nBegin it with policy: {{class_path: module.Class}}.")
     builder = _Builder(name)
     return Document(builder.value(nodes[0], ()), builder.marks)
 

@@ -24,7 +24,7 @@ def on_main(ranks: DistributionStrategy, action: Callable[[], T]) -> T:
             outcome = (action(), None)
         except Exception as error:  # raised again below, on all ranks
             outcome = (None, error)
-    value, failure = ranks.broadcast(outcome)
+    value, failure = ranks.broadcast(outcome, "what rank 0 does for all")
     if failure is not None:
         raise failure
     return value  # type: ignore[no-any-return]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,35 +17,40 @@ from ..callbacks.tf32 import TF32
 from ..strategies.checks import true_or_false
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import CallbackError, ConfigError, DistributedError
+from ..strategies.errors import CallbackError, ConfigError
 from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.scaler import GradScalerConfig
 from . import state
-from .checkpoint import CheckpointState, read_checkpoint
-from .describe import class_of, describe
+from .beginning import begin_run
+from .ending import end_run, fail_with_others, stage_without_run
+from .hints import OrDefault, none_is_default
 from .loop import train
-from .newest import delete_checkpoint, newest_checkpoint, whole_checkpoints
+from .newest import delete_checkpoint, whole_checkpoints
 from .optimizer import OptimizerFactory
 from .plan import Plan
-from .prepare import Choices, dry_run, prepare, prepare_validation
-from .process import choose_threads, process_state, run_all
-from .remote import RemoteRun, is_url
-from .resolve import resolve_device, resolve_distribution, resolve_precision
+from .policy import adapt
+from .prepare import dry_run, prepare
+from .process import choose_threads, process_state
+from .remote import RemoteRun
+from .resolve import Choices, resolve_device, resolve_distribution, resolve_precision
+from .resume import Origin, find_origin, names_of_changes
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
-from .run_dir import check_free, has_checkpoint, held, make, new_name, newest_run, replace_text, run_of
 from .schedule import ScheduleFactory
 from .settings import NonFinite, Settings, checked_loggers, listed, run_folder
-from .together import on_main, parts
+from .sources import data_to_validate_on
+from .together import on_main
 from .validation import validate
 from .view import RunView
 
 
 class Trainer(RunView):
     """Trains a robot policy on the device and in the precision that it was asked for, or says why not.
+
+    ``None`` stands for the default of an argument, as null does in a run file, unless it says something else.
 
     Args:
         device: "auto", "cpu", "cuda", "cuda:N", "mps", "xpu", "xpu:N" ("rocm", "hip" on ROCm), or a strategy.
@@ -85,37 +87,39 @@ class Trainer(RunView):
         >>> Trainer(device="auto", precision="bf16").fit(policy)  # doctest: +SKIP
     """
 
+    @none_is_default
     def __init__(
         self,
-        device: str | DeviceStrategy = "auto",
+        device: OrDefault[str | DeviceStrategy] = "auto",
         precision: str | PrecisionStrategy | FabricPlugin | Literal[False] | None = "no",
         *,
         grad_scaler: GradScalerConfig | Mapping[str, Any] | None = None,
         tf32: bool | None = True,
-        distributed: str | DistributionStrategy = "auto",
-        compile: bool = False,
+        distributed: OrDefault[str | DistributionStrategy] = "auto",
+        compile: OrDefault[bool] = False,
         max_steps: int | None = None,
         max_epochs: int | None = None,
-        batch_size: int = 8,
-        workers: int | Literal["auto"] = "auto",
-        accumulate: int = 1,
+        batch_size: OrDefault[int] = 8,
+        workers: OrDefault[int | Literal["auto"]] = "auto",
+        accumulate: OrDefault[int] = 1,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        non_finite: NonFinite = "skip",
-        max_skips: int = 100,
+        non_finite: OrDefault[NonFinite] = "skip",
+        max_skips: OrDefault[int] = 100,
         val_every: int | None = None,
         log_every: int | None = 50,
         seed: int | None = None,
-        deterministic: bool = False,
+        deterministic: OrDefault[bool] = False,
         run_dir: str | Path | None = None,
-        callbacks: Iterable[Callback] = (),
-        loggers: Iterable[Any] = (),
-        default_callbacks: bool = True,
+        callbacks: OrDefault[Iterable[Callback]] = (),
+        loggers: OrDefault[Iterable[Any]] = (),
+        default_callbacks: OrDefault[bool] = True,
     ) -> None:
-        true_or_false("trainer.default_callbacks", default_callbacks)
+        defaults = true_or_false("trainer.default_callbacks", default_callbacks)
         given = listed("trainer.callbacks", callbacks)
-        self.callbacks = CallbackList(with_defaults(given, tf32=tf32, defaults=default_callbacks))
-        self._settings = Settings(
+        self.callbacks = CallbackList(with_defaults(given, tf32=tf32, defaults=defaults))
+        checked: Callable[..., Settings] = Settings  # none of which is None any more where None is no value
+        self._settings = checked(
             tf32=next((c.enabled for c in self.callbacks if isinstance(c, TF32)), None),
             compile=compile,
             max_steps=max_steps,
@@ -140,8 +144,6 @@ class Trainer(RunView):
             resolve_distribution(distributed, self.facts),
         )
         self._run_dir = run_folder(run_dir)
-        self._url: str | None = None  # of the copy that is gone on with
-        self._aside = ExitStack()  # what was copied from there, until the run's folder takes it
         self._loggers = checked_loggers(loggers)
         self._metrics = {}
         self._collect: Callable[[str, Any], None] | None = None
@@ -191,69 +193,52 @@ class Trainer(RunView):
         if self._status == "running":
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
-        names = changes.split(",") if isinstance(changes, str) else changes or ()
-        changes = [name for given in names if (name := given.strip())]
-        self._url = str(resume) if is_url(resume) else None
-        if changes and resume is None:
-            raise ConfigError(f"changes={list(changes)!r} is for a run that is gone on with.\nLeave it out, or resume.")
+        changes = names_of_changes(changes, resume)
         self.device.setup()
         self.distribution.setup(self.device.device)
-        try:
-            # On rank 0, since a folder that it makes would be in the way of the others' checks.
-            checkpoint = on_main(self.distribution, partial(self._find_checkpoint, policy, resume, verify))
-            saved = None if checkpoint is None else read_checkpoint(checkpoint, verify=False, lazy=True)
-            run, threads = prepare(
-                self,
-                policy,
-                train_data,
-                val_data,
-                settings=self._settings,
-                choices=self._choices,
-                optimizer=optimizer,
-                schedule=schedule,
-                seed=None if saved is None else state.seed_of(saved, self._settings.seed),
-                fresh=saved is None,
-                plan=self._plan,
-            )
-        except BaseException as error:
-            self._aside.close()
-            self.distribution.report(error)
-            self.distribution.teardown()
-            raise
-        self._proven = True
-        with self._process_state(threads):
-            self._fit(run, checkpoint, saved, changes)
+        aside = ExitStack()  # for what is copied from a URL, until the run's folder takes it
+        with ExitStack() as process:
+            try:
+                origin = find_origin(
+                    self.distribution,
+                    resume,
+                    run_dir=self._run_dir,
+                    policy=type(policy).__name__,
+                    verify=verify,
+                    aside=aside,
+                    warn=self._plan.notes.append,
+                )
+                run, threads = prepare(
+                    self, policy, train_data, val_data, optimizer, schedule, self._settings, self._choices, origin
+                )
+                process.enter_context(self._process_state(threads))
+            except BaseException as error:
+                aside.close()
+                self._leave_ranks(error)
+                raise
+            self._proven = True
+            self._fit(run, origin, changes, aside)
 
-    def _fit(self, run: Run, checkpoint: Path | None, saved: CheckpointState | None, changes: Sequence[str]) -> None:
-        lies_in = None if checkpoint is None else run_of(checkpoint)
-        old = None if self._url else lies_in
+    def _leave_ranks(self, error: BaseException) -> None:
+        """Before there is a run to end.
+
+        Raises:
+            DistributedError: ``error`` says no more than that another rank has left; this says why.
+        """
+        lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
+        self.distribution.report(error)
+        self.distribution.teardown()
+        if lost is not None:
+            raise lost from error
+
+    def _fit(self, run: Run, origin: Origin | None, changes: Sequence[str], aside: ExitStack) -> None:
+        end = partial(end_run, run, self._loggers, aside)
         self._run, self._status = run, "running"
         try:
-            run_dir = self._run_dir or old or new_name(class_of(run.policy).__name__)
-            run.run_dir = self.distribution.broadcast(run_dir.absolute())
-            if saved is not None and checkpoint is not None:
-                if self._url or old == run.run_dir.resolve():
-                    run.id = saved.manifest.get("run", run.id)
-                origin = f"{checkpoint.name} of {self._url}" if self._url else checkpoint
-                self._plan.notes += state.restore(run, saved, origin, changes)
-            run.id = self.distribution.broadcast(run.id)
-            run.start()
-            self.callbacks.call("setup", self, run.policy, "fit")
-            # What was refused until here wrote nothing.
-            arrived = lies_in if self._url else None
-            write = partial(self._write_description, run, new=old is None, arrived=arrived)
-            run.run_dir = on_main(self.distribution, write)
-            if saved is not None:
-                own = run.policy.state_dict()
-                models = {name: parts(self.distribution, model, own) for name, model in saved.models.items()}
-                added = {**saved.callbacks.get("checkpoint", {}), "models": models}
-                self.callbacks.call("on_load_checkpoint", self, run.policy, added)
-            run.is_open = True
-            self.callbacks.call("on_fit_start", self, run.policy)
+            begin_run(run, origin, changes, settings=self._settings, asked_dir=self._run_dir)
             train(run)
-            run.finish()
             if run.failed:
-                self._fail_with_others(run)
+                fail_with_others(run)
             self._status = "completed" if run.stop_reason is None else "stopped"
             self.callbacks.call("on_fit_end", self, run.policy)
             self.wait_for_checkpoint()  # so that it is there for every rank
@@ -261,94 +246,23 @@ class Trainer(RunView):
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.distribution.is_lost(error):
                 lost = self.distribution.lost(error)
-                run_all((*self._each("on_exception", run.policy, lost), *self._endings(run, "failed")), lost)
+                end(lost)
                 raise lost from error
             self.distribution.report(error)
-            run_all((*self._each("on_exception", run.policy, error), *self._endings(run, "failed")), error)
+            run.excuse(error)
+            end(error)
             raise
         try:
-            run_all(self._endings(run, "success"))
+            end()
         except BaseException:
             self._status = "failed"
             raise
         if run.exit_code:
             raise SystemExit(run.exit_code)
 
-    def _fail_with_others(self, run: Run) -> NoReturn:
-        """Save what all ranks have, if only some have failed, and end in this rank's error or that of another."""
-        errors = run.distribution.gather(
-            None if run.failure is None else f"{type(run.failure).__name__}: {run.failure}"
-        )
-        if None in errors:
-            self.callbacks.call("on_fit_end", self, run.policy)
-        if run.failure is not None:
-            run.failure.of_this_rank = None in errors  # type: ignore[attr-defined]  # else rank 0 tells it
-            raise run.failure
-        rank = next(rank for rank, error in enumerate(errors) if error)
-        ended = DistributedError(
-            f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n"
-            "What was saved can be gone on with once that is mended: --resume."
-        )
-        ended.exit_code = 1  # the run failed; its settings are good
-        raise ended
-
-    def _each(self, hook: str, *arguments: Any) -> list[Callable[[], None]]:
-        """The calls of a hook that has to reach every callback, whatever the ones before it raise."""
-        return [partial(bound, self, *arguments) for bound in self.callbacks.bound[hook]]
-
-    def _endings(self, run: Run, status: str) -> list[Callable[[], None]]:
-        finalize = [partial(logger.finalize, status) for logger in self._loggers]
-        return [*run.endings(), *self._each("teardown", run.policy, "fit"), self._aside.close, *finalize]
-
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
         device_type, deterministic = self.device.device.type, self._settings.deterministic
         return process_state(deterministic=deterministic, threads=threads, device_type=device_type, facts=self.facts)
-
-    def _find_checkpoint(self, policy: nn.Module, resume: str | Path | None, verify: bool) -> Path | None:
-        """The checkpoint to go on from; refuses a folder in which the run may not write."""
-        if resume == "auto":
-            if self._run_dir is None:
-                raise ConfigError("resume='auto' looks for the run in its folder, so it needs one.\nGive run_dir.")
-            if not has_checkpoint(self._run_dir):
-                return None  # what was there before ended before its first checkpoint, and begins anew
-            resume = "last"
-        found = None if resume is None else self._resolve(policy, resume, verify)
-        run_dir = self._run_dir
-        if run_dir is not None and (found is None or run_of(found) != run_dir.resolve()):
-            check_free(run_dir)
-        return found
-
-    def _resolve(self, policy: nn.Module, resume: str | Path, verify: bool) -> Path:
-        if is_url(resume):
-            check_free(folder := self._run_dir or new_name(type(policy).__name__))
-            parent = make(folder.absolute().parent, new=False)
-            aside = self._aside.enter_context(TemporaryDirectory(prefix=f".{folder.name}.", dir=parent))
-            return RemoteRun(str(resume)).download(Path(aside), self._plan.notes.append)
-        where = Path(resume) if resume != "last" else (self._run_dir or newest_run())
-        return newest_checkpoint(where, self._plan.notes.append, verify=verify)
-
-    def _write_description(self, run: Run, *, new: bool, arrived: Path | None) -> Path:
-        """``plan.json`` and ``config.yaml``, as the run is now; a script that resumes a run file's run leaves its.
-
-        Args:
-            arrived: A copy of the run that was made elsewhere, which becomes its folder.
-
-        Returns:
-            The run's folder, made if need be.
-        """
-        from .strict_yaml import write  # PyYAML is not needed before a run
-
-        run.run_dir = make(run.run_dir, new=new and self._run_dir is None)
-        run.lock.enter_context(held(run.run_dir))
-        for path in [] if arrived is None else list(arrived.iterdir()):
-            shutil.move(path, run.run_dir / path.name)
-        replace_text(run.run_dir / "plan.json", json.dumps(self._plan.to_dict(), indent=2) + "\n")
-        if self.config is not None or not (run.run_dir / "config.yaml").exists():
-            config = self.config
-            if config is None:
-                config = describe(self._settings, self.device.name, self.precision.name, run.policy, run.seed)
-            replace_text(run.run_dir / "config.yaml", write(config))
-        return run.run_dir
 
     # Commands of callbacks --------------------------------------------------------------------------------------
 
@@ -470,15 +384,7 @@ class Trainer(RunView):
     ) -> Plan:
         """The plan of a run with this policy, as far as it goes without data; moves the policy to its device."""
         self._plan = Plan()
-        dry_run(
-            self,
-            policy,
-            settings=self._settings,
-            choices=self._choices,
-            optimizer=optimizer,
-            schedule=schedule,
-            plan=self._plan,
-        )
+        dry_run(self, policy, optimizer, schedule, self._settings, self._choices)
         return self._plan
 
     def validate(self, policy: nn.Module, val_data: Any = None) -> dict[str, float]:
@@ -488,7 +394,13 @@ class Trainer(RunView):
             ConfigError: There is no validation data, or no batch in it.
         """
         with self._standing(policy, "validate"):
-            adapter, data = prepare_validation(policy, val_data, self._settings, self)
+            adapter = adapt(policy)
+            data = data_to_validate_on(self, adapter, val_data, self._settings)
+            if data is None:
+                raise ConfigError(
+                    f"There is nothing to validate on: validate got no val_data, and {type(policy).__name__} has no "
+                    "val_dataloader()."
+                )
             adapter.attach(self.log)
             try:
                 metrics = validate(self, adapter, data, seed=self._settings.seed or 0)
@@ -521,15 +433,8 @@ class Trainer(RunView):
         with self._standing(policy, "evaluate"):
             with self.evaluating(policy):
                 self.callbacks.call("on_rollout_start", self, policy)
-                report = rollout(
-                    policy,
-                    env,
-                    episodes=episodes,
-                    seed=seed,
-                    act=act,
-                    to_device=self.device.move,
-                    distribution=self.distribution,
-                )
+                move, ranks = self.device.move, self.distribution
+                report = rollout(policy, env, episodes=episodes, seed=seed, act=act, to_device=move, distribution=ranks)
             if self._status == "running":
                 counters = self._active.counters
                 self.emit({"step": counters.step, "epoch": counters.epoch, **report.metrics()})
@@ -568,12 +473,5 @@ class Trainer(RunView):
         self.precision.convert_module(policy)
         size = sum(p.numel() for p in policy.parameters())
         threads, _ = choose_threads(self.device.device.type, size, self.facts)
-        with self._process_state(threads):
-            try:
-                self.callbacks.call("setup", self, policy, stage)
-                yield
-            except BaseException as error:
-                self.distribution.report(error)
-                run_all((*self._each("teardown", policy, stage), self.distribution.teardown), error)
-                raise
-            run_all((*self._each("teardown", policy, stage), self.distribution.teardown))
+        with self._process_state(threads), stage_without_run(self, policy, stage):
+            yield

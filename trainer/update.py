@@ -10,7 +10,7 @@ when they are used and the weights are still those after the predecessor when it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +30,9 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-MAILBOX_SIZE = 7  # skip, non_finite, edited, stop, failed: those that ranks agree on; norm, scale
-_AGREED = 5
+# skip, non_finite, edited, stop, failed, has_gradients, bad_loss: those that ranks agree on; norm, scale
+MAILBOX_SIZE = 9
+_AGREED = 7
 
 
 class Updater:
@@ -75,6 +76,11 @@ class Updater:
         self.agreement = Agreement(mailbox.slots[3], mailbox.slots[4])
         #: Updates tried so far, whether settled or not; and whether an error broke one off that ranks had agreed on.
         self.applied, self.half_applied = 0, False
+        #: What each micro-batch since the last update brought to the loss, by the number of its draw.
+        self.losses: dict[int, Tensor] = {}
+        # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
+        self._checks = (1 + bool(self._before_step)) if self._guard else 0
+        self._checks_left = self._checks
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
@@ -95,12 +101,13 @@ class Updater:
         """Try one update with the gradients that are there, and drop them."""
         self.settle()
         self.aimed_step = self._counters.step + 1
-        drawn = self._counters.micro_batches
+        drawn, losses = self._counters.micro_batches, self._take_losses()
         gradients = self._gradients()
         if not gradients and not self._together:
+            self.applied += 1
             self._pending = lambda: self._without_gradients(drawn)
             return
-        skip, non_finite, edited, _, _, norm, scale_slot = self._mailbox.slots
+        skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
         precision, scale = self._precision, self._precision.scale
         if self._scale_used is None and scale is not None:
             self._scale_used = precision.first_scale
@@ -121,9 +128,8 @@ class Updater:
                 precision.find_non_finite(gradients, edited)
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
-            self._distribution.sync_buffers(self._policy)
-            self.agreement.speak()
-            self._distribution.reduce_max(self._flags)
+            self._say_of(losses)
+            self._agree()
         self.applied += 1
         self.half_applied = True
         self._clip(gradients, norm)
@@ -138,19 +144,46 @@ class Updater:
             scale_slot.copy_(scale)
         self._mailbox.send()
 
-        for hook in self._before_zero_grad:
-            for optimizer in self.optimizers:
-                hook(self._trainer, self._policy, optimizer)
         names = self._names
         if len(gradients) != len(names):
             names = tuple(name for name, p in self._named.items() if p.grad is not None)
+        try:
+            for hook in self._before_zero_grad:
+                for optimizer in self.optimizers:
+                    hook(self._trainer, self._policy, optimizer)
+        finally:  # on the other ranks, and on the device, the update is made
+            self._close(lambda: self._read(norms, names, drawn, losses))
+
+    def _take_losses(self) -> dict[int, Tensor]:
+        losses, self.losses = self.losses, {}
+        return losses
+
+    def _close(self, read: Callable[[], Outcome]) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._pending = lambda: self._read(norms, names, drawn)
-        self.half_applied = False
+        self._pending, self._checks_left, self.half_applied = read, self._checks, False
+
+    def _say_of(self, losses: Mapping[int, Tensor]) -> None:
+        """Write whether this rank has losses, and its number + 1 where one is inf or NaN, without reading them."""
+        *_, has_gradients, bad_loss, _, _ = self._mailbox.slots
+        has_gradients.fill_(float(bool(losses)))
+        bad_loss.zero_()
+        for loss in losses.values():
+            bad_loss.add_(loss)
+        bad_loss.sub_(bad_loss)  # NaN unless the sum was finite
+        bad_loss.ne_(bad_loss).mul_(self._distribution.rank + 1)
+
+    def _agree(self) -> None:
+        """Make the flags those of all ranks; a window in which none had a gradient is skipped."""
+        self._distribution.sync_buffers(self._policy)
+        self.agreement.speak()
+        self._distribution.reduce_max(self._flags)
+        skip, *_, has_gradients, _, _, _ = self._mailbox.slots
+        skip.copy_(torch.maximum(skip, 1.0 - has_gradients))
 
     def _check_norm(self, gradients: list[Tensor], norm: Tensor, skip: Tensor) -> Tensor:
         """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
+        self._checks_left -= 1
         norms = self._distribution.norms(self._precision.norms(gradients))
         torch.linalg.vector_norm(norms, out=norm)
         self._precision.find_non_finite([norm], skip)
@@ -162,19 +195,25 @@ class Updater:
         return [self._distribution.local(g) for g in gradients] if self._together else gradients
 
     def apply_failed(self) -> None:
-        """Take part in the update of a window in which this rank has failed: no rank's weights move."""
+        """Take part in the update of a window when this rank has failed: no rank's weights move."""
         self.settle()
-        drawn = self._counters.micro_batches
-        self._mailbox.slots[0].fill_(1.0)
-        self.agreement.fail()
-        self.agreement.speak()
-        self._distribution.sync_buffers(self._policy)
-        self._distribution.reduce_max(self._flags)
+        self.aimed_step = self._counters.step + 1
+        drawn, gradients, scale = self._counters.micro_batches, self._gradients(), self._precision.scale
+        skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
+        while self._checks_left > 0:
+            self._check_norm(gradients, norm, skip)
+        for flag in (non_finite, edited):
+            flag.zero_()
+        self._say_of(self._take_losses())
+        skip.fill_(1.0)
+        self._agree()
         self.applied += 1
+        self._clip(gradients, norm)
+        if scale is not None:
+            self._precision.settle_scale(non_finite)
+            scale_slot.copy_(scale)
         self._mailbox.send()
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._pending = lambda: self._read(None, (), drawn)
+        self._close(lambda: self._read(None, (), drawn, {}))
 
     @property
     def ends_now(self) -> bool:
@@ -235,20 +274,26 @@ class Updater:
             self._counters.skipped += 1
             self._counters.skipped_in_a_row += 1
         for hook in self._update_end:
-            hook(self._trainer, self._policy, outcome)
-        if not outcome.landed and outcome.reason != "failed":
+            try:
+                hook(self._trainer, self._policy, outcome)
+            except Exception:
+                if not self.agreement.has_failed:  # else this rank has its error, and stands in for itself
+                    raise
+        if not outcome.landed and not self.agreement.has_failed and outcome.reason != "failed":
             self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
         self._scale_used = outcome.scale
 
-    def _read(self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int) -> Outcome:
-        skip, non_finite, edited, stop, failed, norm, scale = self._mailbox.read().tolist()
+    def _read(
+        self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int, losses: Mapping[int, Tensor]
+    ) -> Outcome:
+        skip, non_finite, edited, stop, failed, has_gradients, bad_loss, norm, scale = self._mailbox.read().tolist()
         counters = self._counters
         landed = not (self._may_skip and skip)
         if self._together:
-            self.agreement.note(counters.updates + 1, stop, failed)
+            self.agreement.note(self.applied, stop, failed)
         return Outcome(
             landed=landed,
-            reason=None if landed else _reason(failed, non_finite or edited),
+            reason=None if landed else _reason(failed, self._together and not has_gradients, non_finite or edited),
             step=counters.step + landed,
             update=counters.updates + 1,
             grad_norm=norm if self._guard else float("nan"),
@@ -256,6 +301,8 @@ class Updater:
             norms=norms,
             names=names,
             micro_batches=micro_batches,
+            losses=losses,
+            bad_loss_rank=int(bad_loss) - 1 if bad_loss else None,
         )
 
     def _without_gradients(self, micro_batches: int) -> Outcome:
@@ -278,8 +325,10 @@ class Updater:
             vars(optimizer).pop("found_inf", None)
 
 
-def _reason(failed: float, non_finite: float) -> Reason:
-    return "failed" if failed else "non_finite" if non_finite else "norm_overflow"
+def _reason(failed: float, without_gradients: bool, non_finite: float) -> Reason:
+    if failed or without_gradients:
+        return "failed" if failed else "no_gradients"
+    return "non_finite" if non_finite else "norm_overflow"
 
 
 def _named_parameters(policy: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,4 +61,4 @@ def validate(trainer: Trainer, adapter: PolicyAdapter, data: Iterable[Any], *, s
             for name, value in outputs.items():
                 means.add(f"val/{name}", value)
             callbacks.call("on_validation_batch_end", trainer, policy, outputs, batch, index)
-    return means.read(trainer.distribution.gather)
+    return means.read(partial(trainer.distribution.gather, place="validate()"))

@@ -18,7 +18,7 @@ from ..strategies.precision import PrecisionStrategy
 from .counters import Counters
 from .outcome import Outcome
 from .plan import Plan
-from .prepare import Choices
+from .resolve import Choices
 from .run import Run
 from .settings import Settings
 

@@ -238,6 +238,13 @@ def test_failed_deletion_is_a_warning_and_is_tried_again(tmp_path: Path) -> None
     assert len(trainer.events) == 1
 
 
+def test_rank_that_is_not_the_first_deletes_nothing(tmp_path: Path) -> None:
+    trainer, callback = start(tmp_path, every_steps=1, keep=1)
+    trainer.is_main = False
+    drive(trainer, callback, range(1, 4))
+    assert trainer.steps() == [1, 2, 3]  # the first one's own turn
+
+
 def test_run_folder_given_in_a_roundabout_way_keeps_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

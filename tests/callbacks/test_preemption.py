@@ -91,6 +91,19 @@ def test_interrupt_is_an_interrupt_when_not_asked(tmp_path: Path) -> None:
     assert trainer.checkpoints() == []
 
 
+class Breaks(Callback):
+    def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
+        raise KeyError("in the middle")
+
+
+def test_handlers_come_back_after_an_error(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(KeyError, match="in the middle"):
+        trainer_with(tmp_path / "run", Preemption(interrupt=True), Breaks()).fit(mlp(), InMemory(batches(4)))
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_slurm_job_is_put_back_into_the_queue_after_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()

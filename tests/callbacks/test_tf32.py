@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import InMemory, batches, mlp
 
+from policyfit import Callback, Trainer
 from policyfit.callbacks import tf32
 from policyfit.callbacks.defaults import with_defaults
 from policyfit.callbacks.tf32 import TF32, TF32State
 from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.facts import GPU, MachineFacts
+from policyfit.strategies.formats import Support
 
 STARTS = {
     "untouched": "",
@@ -299,3 +302,27 @@ def test_callback_that_contradicts_the_setting_is_refused(setting: bool | None) 
 def test_callback_stands_where_the_setting_agrees_or_was_not_made() -> None:
     for callback, setting in ((TF32(False), True), (TF32(False), False), (TF32(None), None)):
         assert callback in with_defaults((callback,), tf32=setting, defaults=True)
+
+
+class Looks(Callback):
+    """Keeps the switches of a step, and fails in it if told to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.seen = fails, list[TF32State]()
+
+    def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
+        self.seen.append(switches())
+        if self.fails:
+            raise KeyError("in the middle")
+
+
+def test_two_runs_of_a_process_have_their_own_switches_though_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = Support(native=True, usable=True, reason="a machine that has it")
+    monkeypatch.setattr(tf32, "tf32_support", lambda device, facts: native)
+    before, first, second = switches(), Looks(fails=True), Looks(fails=False)
+    with pytest.raises(KeyError, match="in the middle"):
+        Trainer("cpu", tf32=True, max_steps=2, callbacks=[first]).fit(mlp(), InMemory(batches(2)))
+    assert switches() == before
+    Trainer("cpu", tf32=False, max_steps=2, callbacks=[second]).fit(mlp(), InMemory(batches(2)))
+    assert switches() == before
+    assert [state.word for state in (*first.seen, *second.seen)] == ["high", "highest", "highest"]

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from policyfit.strategies.distributed import DistributionStrategy
+from policyfit.strategies.distributed import DistributionStrategy, RankFailed
+from policyfit.strategies.errors import DistributedError
 from policyfit.strategies.facts import probe
 
 Make = Callable[[], DistributionStrategy]
@@ -75,6 +76,16 @@ def joined(make: Make) -> Iterator[DistributionStrategy]:
         yield strategy
     finally:
         strategy.teardown()
+
+
+@contextmanager
+def raised(kind: type[Exception]) -> Iterator[list[Exception]]:
+    failures: list[Exception] = []
+    try:
+        yield failures
+    except kind as error:
+        failures.append(error)
+    assert failures, f"{kind.__name__} was not raised"
 
 
 def whole_gradients(strategy: DistributionStrategy, policy: nn.Module) -> list[Tensor]:
@@ -159,15 +170,12 @@ def a_window_that_was_broken_off_does_not_mute_the_next(make: Make) -> None:
         assert_equal(whole_gradients(strategy, policy), expected_gradients())
 
 
-def it_reduces_flags_and_sums_in_place(make: Make) -> None:
+def it_reduces_flags_in_place(make: Make) -> None:
     with joined(make) as strategy:
         last = strategy.world_size - 1
         mailbox = torch.tensor([0.0, float(strategy.rank == last), 0.0, 7.0 + strategy.rank])
         strategy.reduce_max(mailbox[:3])
         assert mailbox.tolist() == [0.0, 1.0, 0.0, 7.0 + strategy.rank]
-        sums = torch.tensor([1.0, float(strategy.rank)], dtype=torch.float64)
-        strategy.reduce_sum(sums)
-        assert sums.tolist() == [strategy.world_size, sum(range(strategy.world_size))]
 
 
 def it_knows_the_norm_of_each_whole_gradient(make: Make) -> None:
@@ -229,6 +237,28 @@ def it_carries_values_between_ranks(make: Make) -> None:
         assert strategy.broadcast(None) is None
 
 
+def a_rank_that_failed_answers_with_its_error(make: Make) -> None:
+    with joined(make) as strategy:
+        last = strategy.world_size - 1
+        if strategy.rank == last and last > 0:
+            assert strategy.excuse(KeyError("a key"))
+            assert strategy.excuse(RankFailed(0, "of another rank"))  # asks for nothing
+        elif last > 0:
+            with raised(RankFailed) as failure:
+                strategy.gather(None)
+            assert (failure[0].rank, str(failure[0])) == (last, f"Rank {last} failed: KeyError: 'a key'")  # type: ignore[attr-defined]
+        assert strategy.gather(strategy.rank, "the end") == list(range(strategy.world_size))
+
+
+def ranks_that_meet_at_different_places_are_told(make: Make) -> None:
+    with joined(make) as strategy:
+        last = strategy.world_size - 1
+        if last > 0:
+            with raised(DistributedError) as failure:
+                strategy.gather(None, "one" if strategy.rank < last else "another")
+            assert f"Rank {last} has come to another, but rank 0 to one." in str(failure[0])
+
+
 def it_gives_every_rank_the_buffers_of_rank_0(make: Make) -> None:
     with joined(make) as strategy:
         strategy.sync_buffers(nn.Linear(2, 2))
@@ -277,12 +307,14 @@ PROMISES: tuple[Callable[[Make], None], ...] = (
     it_averages_those_of_other_methods_too,
     a_window_talks_only_when_it_closes,
     a_window_that_was_broken_off_does_not_mute_the_next,
-    it_reduces_flags_and_sums_in_place,
+    it_reduces_flags_in_place,
     it_knows_the_norm_of_each_whole_gradient,
     a_norm_that_is_not_finite_stays_so_and_a_large_one_stays_finite,
     what_is_written_to_a_local_part_is_written_to_the_whole,
     a_whole_tensor_is_put_together_from_its_parts,
     it_carries_values_between_ranks,
+    a_rank_that_failed_answers_with_its_error,
+    ranks_that_meet_at_different_places_are_told,
     it_gives_every_rank_the_buffers_of_rank_0,
     a_rank_runs_alone_inside_whole_weights,
     it_can_leave_and_join_again,

@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
         ({"init_scale": True}, "grad_scaler.init_scale must be a finite number of .*, got True"),
         ({"init_scale": math.nan}, "grad_scaler.init_scale must be a finite number of .*, got nan"),
         ({"init_scale": math.inf}, "grad_scaler.init_scale must be a finite number"),
-        ({"init_scale": None}, "grad_scaler.init_scale must be a finite number of .*, got None"),
         ({"init_scale": 0.0}, r"init_scale must be .* of at least 1.1.*, got 0\.0\.\nKeep it within float32"),
         ({"init_scale": 1e39}, r"grad_scaler.init_scale must be .* of at most 3.4.*, got 1e\+39"),
         ({"max_scale": 1e39}, r"grad_scaler.max_scale must be .* of at most 3.4.*, got 1e\+39"),

@@ -120,6 +120,13 @@ def test_every_word_that_is_taken_is_said_in_one_line_with_its_place() -> None:
     ]
 
 
+def test_a_word_that_is_written_for_several_keys_is_said_once() -> None:
+    Path("run.yaml").write_text(PARTS)
+    words = ["--accelerator.grad_scaler.init_scale=64", "--accelerator.grad_scaler.growth_interval=5"]
+    said = policyfit("plan", "run.yaml", "--accelerator.mixed_precision=fp16", *words, "--print_config")
+    assert said.err.count("accelerator.grad_scaler is LeRobot's word for trainer.grad_scaler") == 1
+
+
 def test_one_process_of_several_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text(PARTS + "seed: 3\n")
     assert "seed is LeRobot's word" in policyfit("plan", "run.yaml", "--print_config").err

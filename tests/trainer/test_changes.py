@@ -556,9 +556,11 @@ def test_statistics_are_those_of_the_run_unless_new_ones_are_asked_for(tmp_path:
 
 def test_plain_settings_change_freely_and_the_plan_lists_them(tmp_path: Path) -> None:
     fit(tmp_path)
-    trainer, _ = fit(tmp_path, resume="last", max_steps=STEPS + 1, clip_norm=0.5)
-    changed = f"changed: max_steps was {STEPS} and is now {STEPS + 1}; clip_norm was None and is now 0.5"
-    assert note(trainer, "changed") == changed
+    trainer, _ = fit(tmp_path, resume="last", max_steps=STEPS + 1, clip_norm=0.5, log_every=7, val_every=9, tf32=False)
+    assert note(trainer, "changed") == (
+        f"changed: max_steps was {STEPS} and is now {STEPS + 1}; clip_norm was None and is now 0.5; "
+        "val_every was None and is now 9; log_every was 50 and is now 7; tf32 was True and is now False"
+    )
 
 
 def test_new_statistics_are_converted_as_those_of_a_new_run_are(tmp_path: Path) -> None:

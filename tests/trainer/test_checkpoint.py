@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from policyfit.strategies.errors import CheckpointError
+from policyfit.trainer import checkpoint_files
 from policyfit.trainer.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
 from policyfit.trainer.manifest import seal
 from policyfit.trainer.newest import delete_checkpoint, newest_checkpoint, point_last_at, whole_checkpoints
@@ -172,6 +174,24 @@ def test_read_tensors_do_not_depend_on_the_files(tmp_path: Path) -> None:
     with (tmp_path / "000500" / "pretrained_model" / "model.safetensors").open("r+b") as file:
         file.write(bytes(os.fstat(file.fileno()).st_size))
     assert torch.equal(read.model["weight"], make_state().model["weight"])
+
+
+def test_tensors_are_read_into_host_memory_wherever_new_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = write_checkpoint(tmp_path / "000500", make_state()), list[str]()
+
+    def watched(path: Path, **options: Any) -> Any:
+        asked.append(options.get("device", "cpu"))
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(checkpoint_files, "safe_open", watched)
+    with torch.device("meta"):
+        state = read_checkpoint(folder)
+    assert set(asked) == {"cpu"}  # a bare "cuda" would be the first GPU for every rank
+    assert {value.device.type for value in (*state.model.values(), *state.optimizers[0]["state"][0].values())} == {
+        "cpu"
+    }
 
 
 @pytest.mark.parametrize("fused", [True, False])

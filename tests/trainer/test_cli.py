@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,8 @@ class Policy(nn.Module):
     def forward(self, batch):
         if self.mode == "interrupt":
             raise KeyboardInterrupt
+        if self.mode == "unplug":
+            raise BrokenPipeError("the worker is gone")
         if self.mode == "fail":
             raise RuntimeError("the camera is gone")
         if self.mode == "preempt":
@@ -132,7 +135,7 @@ def _with(old: str, new: str) -> str:
 
 
 IN_THE_FILE: list[tuple[str, str]] = [
-    ("", "is empty"),
+    ("", "run.yaml is empty: it holds no value."),
     ("- a\n- b\n", "must hold the sections policy, data, trainer"),
     ("a run\n", "must hold the sections"),
     (_with("  seed: 3", "\tseed: 3"), "run.yaml:6:1: this is not YAML"),
@@ -666,3 +669,38 @@ def test_the_module_is_the_command_and_loads_little_for_its_version() -> None:
     )
     done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, check=True)
     assert done.stdout == f"policyfit {policyfit.__version__}\n[]\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["schema"],
+        ["completion", "bash"],
+        ["plan", "run.yaml"],
+        ["plan", "run.yaml", "--json"],
+        ["fit", "run.yaml", "--print_config"],
+        ["doctor"],
+        ["fit", "run.yaml"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_has_enough_ends_a_command_without_a_word(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], buffered: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(parts))
+    Path("run.yaml").write_text(RUN)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=-1 if buffered else 1) as output:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(words) == 1
+        print("as Python does when it ends", file=output, flush=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_broken_pipe_of_the_run_itself_is_told(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    code, _, err = cli("fit", "run.yaml", "--policy.mode=unplug")
+    assert code == 1
+    assert "BrokenPipeError: the worker is gone" in err

@@ -22,11 +22,11 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from toys import Augmented, Ids
+from toys import Augmented, Ids, Telling, data_of
 
 from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.facts import MachineFacts
-from policyfit.trainer.data import TrainingData, count_samples, training_data, validation_loader
+from policyfit.trainer.data import TrainingData, count_samples, validation_loader
 from policyfit.trainer.sampler import epoch_order
 from policyfit.trainer.streams import read_streams
 
@@ -40,18 +40,6 @@ class Failing(Ids):
         if index == 5:
             raise self.error("no such frame")
         return index
-
-
-class Telling(Ids):
-    """Gives the epoch that it was told."""
-
-    told = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.told = epoch
-
-    def __getitem__(self, index: int) -> int:
-        return self.told
 
 
 class Stream(IterableDataset[Any]):
@@ -101,19 +89,6 @@ class Batches:
 
     def __len__(self) -> int:
         return self.n
-
-
-def data_of(source: Any, **changes: Any) -> TrainingData:
-    settings: dict[str, Any] = {
-        "seed": 7,
-        "batch_size": 4,
-        "workers": 0,
-        "accumulate": 1,
-        "pin_memory": False,
-        "device_type": "cpu",
-        "facts": MachineFacts(),
-    }
-    return training_data(source, **settings | changes)
 
 
 def loader_of(source: Any, **changes: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import IterableDataset
 from toys import MLP, Batch, InMemory, assert_equal, batches, mlp, weights
 
-from policyfit import Callback, CallbackError, Checkpoint, ConfigError, Trainer
+from policyfit import Callback, CallbackError, Checkpoint, CheckpointError, ConfigError, Trainer
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -216,6 +216,25 @@ def test_an_optimizer_with_a_parameter_that_is_not_the_policys_is_refused() -> N
     temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(ConfigError, match="not the policy's, so no checkpoint would hold it"):
         fit(mlp(), InMemory(batches(2)), optimizer=lambda p: AdamW([*p, temperature]))
+
+
+class Replaces(Callback):
+    """Gives the policy a new layer in place of one that the optimizer moves."""
+
+    def due(self, step: int) -> bool:
+        return step == 2
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        policy.net[3] = nn.Linear(16, 3)  # type: ignore[assignment, operator]
+
+
+def test_a_policy_that_replaced_parameters_is_told_so_and_not_saved(tmp_path: Path) -> None:
+    saves = Checkpoint(every_steps=2, background=False)
+    with pytest.raises(
+        CheckpointError, match=r"At step 2 MLP no longer has .* moves its net\.3\.weight, net\.3\.bias,"
+    ):
+        fit(mlp(), InMemory(batches(4)), tmp_path / "run", callbacks=[Replaces(), saves])
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 class SavesEarly(Callback):

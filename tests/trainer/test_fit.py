@@ -20,7 +20,18 @@ from torch.optim import SGD
 from torch.utils.data import IterableDataset, TensorDataset
 from toys import MLP, Batch, InMemory, assert_equal, batches, mlp, weights
 
-from policyfit import FP16, Callback, Checkpoint, ConfigError, DeviceUnavailableError, PrecisionError, Trainer
+from policyfit import (
+    EMA,
+    FP16,
+    Callback,
+    Checkpoint,
+    ConfigError,
+    DeviceUnavailableError,
+    OverflowReport,
+    PrecisionAudit,
+    PrecisionError,
+    Trainer,
+)
 from policyfit.trainer import process
 
 
@@ -296,6 +307,38 @@ def test_a_small_policy_computes_on_one_thread_and_the_process_gets_its_own_back
         torch.set_num_threads(before)
 
 
+class Looking(MLP):
+    """Looks at what other libraries are known to replace in torch while they train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.seen.append(parts_of_torch())
+        return super().forward(batch)
+
+
+def parts_of_torch() -> list[int]:
+    contexts = [torch.no_grad, torch.inference_mode, torch.enable_grad, torch.set_grad_enabled, torch.autocast]
+    methods = [nn.Module.__call__, nn.Module.to, nn.Module.train, nn.Module.load_state_dict, Tensor.backward, Tensor.to]
+    functions = [torch.save, torch.load, torch.compile, nn.utils.clip_grad_norm_, torch.amp.GradScaler.step]
+    return [id(part) for part in (*contexts, *methods, *functions)]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_nothing_of_torch_is_replaced_during_a_run(precision: str) -> None:
+    policy, before = Looking(), parts_of_torch()
+    strategy: Any = FP16({"init_scale": 8.0}, allow_cpu=True) if precision == "fp16" else precision
+    fit(
+        policy, InMemory(batches(5, poisoned=(1,))), precision=strategy, default_callbacks=True, max_steps=3,
+        clip_norm=1.0, val_every=1, val_data=InMemory(batches(1)),
+        callbacks=[EMA(), OverflowReport(replay=True), PrecisionAudit(), Checkpoint(every_steps=1)],
+    )  # fmt: skip
+    assert len(policy.seen) > 6  # trained, validated, audited and replayed
+    assert all(seen == before for seen in policy.seen)
+
+
 # Seeds ------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +404,12 @@ def test_records_come_at_their_interval_and_the_last_step_is_never_left_out(
     last = log.records[-1]
     assert set(last) >= {"step", "epoch", "train/loss", "lr", "grad_norm", "skipped", "steps_per_s"}
     assert trainer.metrics["train/loss"] == last["train/loss"]
+
+
+@pytest.mark.parametrize("name", ["log_every", "val_every"])
+def test_an_interval_below_zero_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1, got -1"):
+        Trainer("cpu", **{name: -1})  # type: ignore[arg-type]
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_record() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from policyfit import EMA, FP16, Checkpoint, GradScalerConfig, Trainer, WarmupCosine
 from policyfit.trainer import hints
-from policyfit.trainer.hints import Parameter, as_they_are, parameters
+from policyfit.trainer.hints import OrDefault, Parameter, as_they_are, none_is_default, parameters
 
 
 @dataclass
@@ -37,7 +38,6 @@ def untyped(size, rate=0.1):  # type: ignore[no-untyped-def]
 
 TARGETS: list[Callable[..., Any]] = [
     *(
-        Trainer,
         Checkpoint,
         EMA,
         FP16,
@@ -72,9 +72,42 @@ def _told(found: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
 
 
 def test_what_the_signature_says_alone_is_read_at_once() -> None:
-    at_once = {target.__name__ for target in TARGETS if hints._plain_parameters(target) is not None}
+    at_once = {target.__name__ for target in [Trainer, *TARGETS] if hints._plain_parameters(target) is not None}
     assert {"Trainer", "Checkpoint", "WarmupCosine", "Policy", "AdamW", "make", "Linear"} <= at_once
     assert at_once.isdisjoint({"Derived", "WithFactory", "LSTM"})
+
+
+@none_is_default
+def filled(
+    size: int,
+    word: OrDefault[Literal["a", "b"]] = "a",
+    *,
+    place: OrDefault[str | Path] = "here",
+    limit: int | None = 3,
+    seed: int | None = None,
+) -> tuple[Any, ...]:
+    return size, word, place, limit, seed
+
+
+def test_none_is_the_default_where_it_is_no_value() -> None:
+    nothing: Any = None
+    assert filled(1) == filled(1, None, place=None) == (1, "a", "here", 3, None)
+    assert filled(nothing, "b", limit=None, seed=None) == (None, "b", "here", None, None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+        filled(1, sed=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments but 3 were given"):
+        filled(1, None, None)  # type: ignore[call-arg]
+
+
+def test_null_is_read_as_none_is() -> None:
+    @none_is_default
+    def plain(
+        word: OrDefault[Literal["a", "b"]] = "a", place: OrDefault[str | Path] = "", limit: int | None = 3
+    ) -> None: ...
+
+    found = parameters(plain)
+    assert [p.options for p in found.values()] == [(Literal["a", "b"],), (str, Path), (int, NoneType)]
+    assert [name for name, p in found.items() if p.takes_null] == ["limit"]
 
 
 def typed(

@@ -156,6 +156,33 @@ def test_a_compiled_policy_is_refused_in_favour_of_compile() -> None:
         adapt(compiled)
 
 
+class Normalised(MLP):
+    def set_statistics(self, stats: Any) -> None:
+        raise AssertionError(f"it got {stats}")
+
+
+def test_a_policy_that_wants_statistics_is_not_trained_without_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Normalised has set_statistics\(\), but the training dataset has no .* stats"
+    ):
+        fit(Normalised())
+    assert list(Path.cwd().iterdir()) == []  # so that no checkpoint is without
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Torch's first sharding as far as its name goes: the real one needs a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+
+
+def test_a_policy_that_holds_parts_in_torch_s_first_sharding_is_refused() -> None:
+    for policy in (FullyShardedDataParallel(mlp()), nn.Sequential(FullyShardedDataParallel(nn.Linear(6, 3)))):
+        with pytest.raises(ConfigError, match=r"is wrapped in FullyShardedDataParallel.*\n.*Trainer\(distributed="):
+            fit(policy)
+
+
 @pytest.mark.parametrize("policy", [nn.Identity(), nn.Linear(2, 2).requires_grad_(False)])
 def test_a_policy_without_anything_to_train_is_refused(policy: nn.Module) -> None:
     with pytest.raises(ConfigError, match="no trainable parameter"):

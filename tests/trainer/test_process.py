@@ -1,8 +1,7 @@
-"""Process-wide switches come back, and everything that ends a run ends all of it."""
+"""Process-wide switches come back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from policyfit import ConfigError
 from policyfit.strategies.facts import MachineFacts
-from policyfit.trainer.process import choose_threads, process_state, run_all
+from policyfit.trainer.process import choose_threads, process_state
 
 
 @pytest.mark.parametrize(
@@ -80,30 +79,3 @@ def test_deterministic_on_cuda_needs_its_workspace_and_on_the_cpu_does_not() -> 
     facts = MachineFacts(environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),))
     with process_state(deterministic=True, threads=None, device_type="cuda", facts=facts):
         pass
-
-
-def failing(error: BaseException) -> Callable[[], None]:
-    def step() -> None:
-        raise error
-
-    return step
-
-
-def test_every_step_is_taken_and_the_first_failure_is_raised() -> None:
-    taken: list[int] = []
-    first, second = ValueError("first"), KeyError("second")
-    steps = [lambda: taken.append(1), failing(first), lambda: taken.append(2), failing(second), lambda: taken.append(3)]
-    with pytest.raises(ValueError, match="first") as raised:
-        run_all(steps)
-    assert raised.value is first
-    assert taken == [1, 2, 3]
-    assert first.__notes__ == ["While this was handled, another error came: KeyError: 'second'"]
-
-
-def test_the_error_under_way_stays_the_one_that_is_told() -> None:
-    error = ValueError("the cause")
-    run_all([failing(OSError("on the way")), failing(KeyboardInterrupt())], error)
-    assert error.__notes__ == [
-        "While this was handled, another error came: OSError: on the way",
-        "While this was handled, another error came: KeyboardInterrupt: ",
-    ]

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import change
+from forgery import reseal
+from run_parts import BASE, policyfit
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from toys import assert_equal
 
-from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine
+from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine, load
 from policyfit.trainer import state
 from policyfit.trainer.checkpoint import read_checkpoint
 
@@ -248,11 +251,25 @@ def test_precision_can_change_at_resume_and_the_plan_says_so(before: str, after:
     start(tmp_path / "run", before, Recorder())
     trainer = start(tmp_path / "run", after, Recorder(), resume=str(tmp_path / "run" / "checkpoints" / "000015"))
     assert trainer.step == 17
+    moved = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
+    assert {t.dtype for p in moved for t in (p, trainer.optimizers[0].state[p]["exp_avg"])} == {torch.float32}
     told = [note for note in trainer.plan.notes if not note.startswith("resumed from")]
     kept = "kept: the weights; the state of the optimizer; the position in the data; the random streams"
     said = [f"changed: precision was {before} and is now {after}", kept]
     said += ["reset: the loss scale"] if after == "fp16" else []
     assert told == ([] if before == after else said)
+
+
+def test_device_can_change_at_resume_and_the_plan_says_what_is_not_exact(tmp_path: Path) -> None:
+    straight, resumed, checkpoint = Recorder(), Recorder(), tmp_path / "run/checkpoints/000015"
+    start(tmp_path / "run", "no", straight)
+    change(checkpoint / "manifest.json", lambda text: text.replace(b'"device": "cpu"', b'"device": "cuda"'))
+    reseal(checkpoint, "manifest.json")
+    trainer = start(tmp_path / "run", "no", resumed, resume=str(checkpoint))
+    assert trainer.step == 17
+    assert resumed.seen == straight.seen[-len(resumed.seen) :]
+    assert "changed: device was cuda and is now cpu" in trainer.plan.notes
+    assert "reset: the device's random stream, so it is not bit for bit the same run" in trainer.plan.notes
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
@@ -278,3 +295,46 @@ def test_auto_begins_where_nothing_is_and_goes_on_where_a_checkpoint_is(tmp_path
 def test_auto_needs_a_folder_to_look_in() -> None:
     with pytest.raises(ConfigError, match=r"needs one\.\nGive run_dir"):
         Trainer("cpu", max_steps=1).fit(Policy(), Augmented(), resume="auto")
+
+
+class Tempered(Policy):
+    """Keeps a number that follows from a weight, which torch's own hook brings up to date after every load."""
+
+    def __init__(self) -> None:
+        super().__init__(overflows=0.0)
+        self.log_alpha = nn.Parameter(torch.zeros(()))
+        self.used: list[tuple[float, float]] = []
+        self.refresh()
+        self.register_load_state_dict_post_hook(lambda policy, _: policy.refresh())  # type: ignore[no-untyped-call]
+
+    def refresh(self) -> None:
+        self.alpha = self.log_alpha.exp().item()
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        self.used.append((self.alpha, self.log_alpha.exp().item()))
+        loss, metrics = super().forward(batch)
+        return loss + (self.log_alpha - 1).square(), metrics
+
+
+def test_what_a_policy_derives_from_its_weights_is_right_after_resume_and_load(tmp_path: Path) -> None:
+    def fit(policy: Tempered, steps: int, resume: str | None) -> None:
+        trainer = Trainer("cpu", max_steps=steps, batch_size=4, seed=7, run_dir=tmp_path / "run")
+        trainer.fit(policy, Augmented(), optimizer=lambda p: SGD(p, lr=0.1), resume=resume)
+
+    fit(Tempered(), 3, None)
+    resumed, loaded = Tempered(), Tempered()
+    fit(resumed, 4, "last")
+    load(tmp_path / "run/checkpoints/000003", device="cpu", policy=loaded)
+    kept, right = resumed.used[0]
+    assert kept == right == loaded.alpha == loaded.log_alpha.exp().item() != 1.0
+
+
+def test_overrides_at_a_resume_are_those_of_the_class_of_the_run() -> None:
+    Path("base.yaml").write_text(BASE.replace("eval:", "eval: null  #"))
+    more = ["--policy=run_parts.Takes", "--policy.anything=3", "--trainer.run_dir=done"]
+    assert policyfit("fit", "base.yaml", *more).code == 0
+    said = policyfit("fit", "--resume=done", "--policy.anythin=4")
+    assert said.code == 2
+    assert "policy.init_args.anythin is not a valid key. Did you mean policy.init_args.anything?" in said.err
+    assert policyfit("fit", "--resume=done", "--policy.anything=4", "--trainer.max_steps=3").code == 0
+    assert "anything: 4" in Path("done/config.yaml").read_text()

@@ -236,6 +236,12 @@ def test_large_seeds_give_numpy_streams_of_their_own() -> None:
     assert len(firsts) == 3
 
 
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32, 3 * (2**32 + 1), 2**63 - 1])
+def test_python_and_numpy_do_not_draw_the_same_numbers(seed: int) -> None:
+    seed_everything(seed)
+    assert [random.random() for _ in range(3)] != [np.random.rand() for _ in range(3)]
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "3", None])
 def test_seed_that_cannot_be_meant_is_refused(seed: Any) -> None:
     with pytest.raises(ConfigError, match=r"seed must be a whole number from 0 to 2\*\*63 - 1"):

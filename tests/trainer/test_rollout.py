@@ -11,6 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 
+from policyfit import Callback, Trainer
 from policyfit.strategies.errors import ConfigError, PolicyfitError
 from policyfit.trainer.rollout import RolloutReport, acting, rollout, wilson
 
@@ -389,3 +390,42 @@ def test_acting_gives_every_module_its_own_mode_back(fails: bool) -> None:
         pass
     assert {name: module.training for name, module in policy.named_modules()} == before
     assert before == {"": True, "0": True, "1": False, "1.0": False, "1.1": True}
+
+
+class Autocast(Policy):
+    """Notes in which type a matmul computes where it acts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.seen: list[torch.dtype] = []
+
+    def select_action(self, observation: Any) -> Tensor:
+        action: Tensor = self.layer(observation)
+        self.seen.append(action.dtype)
+        return action.tanh()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        out = self.layer(batch)
+        self.seen.append(out.dtype)
+        loss: Tensor = out.square().mean()
+        return loss
+
+
+class Rolls(Callback):
+    def due(self, step: int) -> bool:
+        return step == 1
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.evaluate(policy, lambda: Toy(Counter()), episodes=1)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_policy_acts_in_the_precision_in_which_it_trains(precision: str, dtype: torch.dtype) -> None:
+    alone, within = Autocast(), Autocast()
+    Trainer("cpu", precision, default_callbacks=False).evaluate(alone, lambda: Toy(Counter()), episodes=2)
+    trainer = Trainer("cpu", precision, max_steps=2, default_callbacks=False, callbacks=[Rolls()])
+    trainer.fit(within, [torch.ones(2)] * 4)
+    assert len(within.seen) > 2
+    assert {*alone.seen, *within.seen} == {dtype}
+    assert not torch.is_autocast_enabled("cpu")

@@ -92,7 +92,9 @@ def test_settings_take_a_mapping_and_an_empty_one_is_their_defaults() -> None:
         ("policy", "{class_path: run_parts.Leaves, init_args: {code: 3}}", "run_parts.Leaves failed: SystemExit: 3"),
         ("policy", "leaves_at_import.Policy", "policy.class_path: importing leaves_at_import failed: SystemExit: 0"),
         ("trainer.callbacks", "[{}]", "trainer.callbacks[0] must name a Callback, got {}."),
-        ("trainer.loggers", "[x]", "trainer.loggers[0] must be a logger, with log_metrics and finalize as"),
+        ("trainer.loggers", "[x]", "trainer.loggers[0].class_path must be written module.Class"),
+        ("trainer.loggers", "[run_parts.Half]", "trainer.loggers[0] must be a logger, with log_metrics and finalize"),
+        ("trainer.loggers", "[3]", "trainer.loggers[0] must name a logger, with log_metrics and finalize as"),
         ("trainer.loggers", "[{class_path: run_parts.Half}]", "trainer.loggers[0] must be a logger, with log_metrics"),
         ("trainer.precision", "{}", "trainer.precision must name a PrecisionStrategy or a FabricPlugin, got {}."),
         ("trainer.precision", "policyfit.BF16", "A class is written {class_path: policyfit.BF16}."),
@@ -110,7 +112,9 @@ def test_what_is_no_such_object_is_refused_by_its_key(key: str, text: str, messa
 
 def test_a_logger_may_be_any_class_with_what_a_run_calls() -> None:
     Path("run.yaml").write_text(BASE)
-    assert policyfit("plan", "run.yaml", "--trainer.loggers=[{class_path: run_parts.Logger}]").code == 0
+    for named in ("[{class_path: run_parts.Logger}]", "[run_parts.Logger]", "null"):
+        assert policyfit("plan", "run.yaml", f"--trainer.loggers={named}").code == 0
+    assert policyfit("plan", "run.yaml", "--trainer.loggers+=run_parts.Logger").code == 0
     Path("run.yaml").write_text(BASE.replace("seed: 3", "seed: 3, loggers: [{class_path: run_parts.Logger}, x]"))
     column = len("trainer: {device: cpu, max_steps: 2, seed: 3, loggers: [{class_path: run_parts.Logger}, ") + 1
-    assert f"run.yaml:3:{column}: trainer.loggers[1] must be a logger" in policyfit("plan", "run.yaml").err
+    assert f"run.yaml:3:{column}: trainer.loggers[1].class_path must be written" in policyfit("plan", "run.yaml").err

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_parts import BASE, layer, policyfit
+import torch
+from run_parts import BASE, Data, Marked, Own, layer, policyfit
+
+from policyfit import Trainer, load
+from policyfit.trainer.rng import seed_everything
 
 #: A dotted key, what is written there, and what the refusal says of it: the key, the value, and the nearest valid key.
 BAD: list[tuple[str, str, str]] = [
@@ -38,6 +42,11 @@ BAD: list[tuple[str, str, str]] = [
     ("trainer.run_dir", "${env:1X}", "${env:1X} names no variable of the environment. Write ${env:NAME}"),
     ("trainer.run_dir", "${env:X", "${env:X names no variable of the environment. Write ${env:X}"),
     # wrong types
+    (
+        "trainer.precision",
+        "1e-4",
+        "precision must be no, bf16, fp16 or auto, or a precision strategy, got '0.0001'. Use",
+    ),
     ("trainer.max_steps", "ten", "trainer.max_steps must be int or null, got 'ten'."),
     ("trainer.max_steps", "1.5", "trainer.max_steps must be int or null, got 1.5."),
     ("trainer.max_steps", "true", "trainer.max_steps must be int or null, got True."),
@@ -367,6 +376,23 @@ EARLY: list[tuple[list[str], str]] = [
         ["--schedule={class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 0}}"],
         "command line: schedule: making torch.optim.lr_scheduler.StepLR failed: ZeroDivisionError",
     ),
+    (
+        ["--optimizer={class_path: run_parts.Own, init_args: {lr: 1e-3}}"],
+        "command line: optimizer: making run_parts.Own failed: ValueError: lr must be at least 0.01, got 0.001",
+    ),
+    (
+        ["--optimizer={class_path: run_parts.own, init_args: {lr: 1e-3}}"],
+        "command line: optimizer: making run_parts.own failed: ValueError: lr must be at least 0.01, got 0.001",
+    ),
+    (["--optimizer=run_parts.no_optimizer"], "optimizer must be a torch.optim.Optimizer, but run_parts.no_optimizer"),
+    (
+        ["--schedule={class_path: run_parts.Steep, init_args: {steepness: 0}}"],
+        "command line: schedule: making run_parts.Steep failed: ZeroDivisionError",
+    ),
+    (
+        ["--optimizer=run_parts.Own", "--schedule={class_path: run_parts.Steep, init_args: {steepness: -1}}"],
+        "command line: schedule: making run_parts.Steep failed: ValueError: too steep",
+    ),
     (["--data.train=null"], "base.yaml:2:1: There is nothing to train on: the run names no data.train, and Policy"),
     (
         ["--data.train=null", "--data.val=run_parts.Recorded"],
@@ -392,7 +418,32 @@ def test_a_plan_refuses_what_a_fit_would(words: list[str], fragment: str) -> Non
     _assert_refused(["plan", "base.yaml", "--eval=null", *words], fragment)
 
 
-@pytest.mark.parametrize("key", ["max_steps=0", "precision=N", "device=gpu", "distributed=dp", "clip_norm=-1"])
+def test_an_optimizer_of_ones_own_is_tried_without_a_trace() -> None:
+    """It gets stand-ins with what marks the real parameters, writes into none of these, and draws from no stream."""
+    Path("base.yaml").write_text(BASE.replace("eval:", "eval: null  #"))
+    own = "{class_path: run_parts.Own, init_args: {lr: 0.5, writes: true, needs: marked}}"
+    words = ["--policy=run_parts.Marked", f"--optimizer={own}", "--trainer.run_dir=tried"]
+    assert policyfit("fit", "base.yaml", *words).code == 0
+    seed_everything(3)
+    policy = Marked()
+    Trainer("cpu", max_steps=2, seed=3).fit(
+        policy, Data(), optimizer=lambda parameters: Own(parameters, 0.5, writes=True, needs="marked")
+    )
+    for tried, wanted in zip(load("tried", device="cpu").parameters(), policy.parameters(), strict=True):
+        assert torch.equal(tried, wanted)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "max_steps=0",
+        "precision=N",
+        "device=gpu",
+        "distributed=dp",
+        "clip_norm=-1",
+        "loggers=[{class_path: run_parts.Half}]",
+    ],
+)
 def test_a_run_that_cannot_start_anywhere_is_not_printed_either(key: str) -> None:
     _assert_refused(["fit", "base.yaml", f"--trainer.{key}", "--print_config"], "command line: ")
 

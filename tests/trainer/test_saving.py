@@ -239,3 +239,34 @@ def test_retention_deletes_only_when_the_newer_one_is_complete(tmp_path: Path) -
     trainer.fit(mlp(), InMemory(batches(4)))
     assert all(there[4:])  # from the first complete one on there is always one
     assert [path.name for path in trainer.checkpoints()] == ["000012"]
+
+
+class Keeps(Callback):
+    """The value of the validation of each step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None:
+        if "val/loss" in record:
+            self.by_step[record["step"]] = record["val/loss"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_metric_in_a_checkpoint_is_that_of_the_validation_of_its_step(tmp_path: Path, first: bool) -> None:
+    saving, keeps = Checkpoint(every_steps=2, keep=None, monitor="val/loss", mode="max"), Keeps()
+    trainer = Trainer(
+        "cpu",
+        max_steps=6,
+        val_every=2,
+        run_dir=tmp_path / "run",
+        callbacks=[saving, keeps] if first else [keeps, saving],
+    )
+    trainer.fit(mlp(), InMemory(batches(4)), InMemory(batches(2, seed=5)))
+    found = {int(path.name): read_checkpoint(path).callbacks for path in trainer.checkpoints()}
+    assert list(found) == [2, 4, 6]
+    assert {step: callbacks["metrics"]["val/loss"] for step, callbacks in found.items()} == keeps.by_step
+    assert len(set(keeps.by_step.values())) == 3
+    best = found[6]["states"]["Checkpoint"]
+    assert (best["step"], best["value"]) == (2, keeps.by_step[2])  # the loss falls, so no later one is a new best
+    assert (tmp_path / "run/checkpoints/last").resolve().name == "000006"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_parts import Logger
+from run_parts import BASE, Logger
 
-from policyfit import MetricsLog, Trainer
+from policyfit import FP16, GradScalerConfig, MetricsLog, Trainer
 from policyfit.strategies.errors import ConfigError
+from policyfit.trainer.config import read_run, resolve
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"default_callbacks": "no"}, "trainer.default_callbacks must be true or false, got 'no'"),
-        ({"default_callbacks": None}, "trainer.default_callbacks must be true or false, got None"),
         ({"val_every": False}, "trainer.val_every must be a whole number of at least 1, got False"),
         ({"val_every": ""}, "trainer.val_every must be a whole number of at least 1, got ''"),
         ({"val_every": []}, "trainer.val_every must be a whole number"),
@@ -39,10 +40,42 @@ def test_a_value_of_the_wrong_kind_is_refused_by_its_name(settings: dict[str, An
     assert str(refused.value).startswith(message)
 
 
-def test_none_is_none_of_them() -> None:
-    nothing: Any = None
-    trainer = Trainer("cpu", callbacks=nothing, loggers=nothing, run_dir=None, val_every=None, log_every=None)
+# Where null is a value of its own, by what it comes to; elsewhere it is the default.
+OWN = {"tf32": None, "log_every": None, "precision": "no"}
+
+
+@pytest.mark.parametrize("name", inspect.signature(Trainer).parameters)
+def test_null_is_the_same_in_python_in_a_file_and_on_the_command_line(name: str) -> None:
+    default = inspect.signature(Trainer).parameters[name].default
+    wanted = OWN.get(name, list(default) if isinstance(default, tuple) else default)
+    for file, null in (("run.yaml", name), ("plain.yaml", "seed")):
+        Path(file).write_text(BASE.replace("device: cpu, max_steps: 2, seed: 3", f"{null}: null"))
+    in_a_file, typed = (
+        resolve(read_run([file], words)).config.values["trainer"]
+        for file, words in (("run.yaml", []), ("plain.yaml", [(f"trainer.{name}", "null")]))
+    )
+    assert in_a_file == typed
+    assert in_a_file[name] == wanted
+
+    arguments: dict[str, Any] = {"device": "cpu", name: None}
+    in_python, left_out = Trainer(**arguments), Trainer(**{**arguments, name: wanted, "device": "cpu"})
+    assert in_python._settings == left_out._settings
+    assert in_python._choices.distribution.asked == left_out._choices.distribution.asked
+    assert list(map(type, in_python.callbacks)) == list(map(type, left_out.callbacks))
+
+
+def test_none_needs_no_cast_in_typed_code(tmp_path: Path) -> None:
+    batch_size: int | None = None
+    trainer = Trainer(None, None, batch_size=batch_size, workers=None, default_callbacks=None, callbacks=None)
+    assert trainer._settings.batch_size == 8
+    assert trainer._choices.device.asked == "auto"
+    assert trainer._choices.precision.chosen == "no"
     assert any(isinstance(callback, MetricsLog) for callback in trainer.callbacks)
+
+
+def test_a_setting_of_the_loss_scale_that_is_none_is_the_default() -> None:
+    fp16 = FP16({"init_scale": None, "growth_interval": 10})
+    assert fp16.settings == GradScalerConfig(growth_interval=10)
 
 
 def test_zero_is_never_where_it_may_be() -> None:

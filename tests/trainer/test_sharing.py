@@ -21,26 +21,14 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from toys import Augmented, Ids
+from toys import Augmented, Ids, Telling, data_of
 
 from policyfit.strategies.errors import ConfigError, DistributedError
 from policyfit.strategies.facts import MachineFacts
-from policyfit.trainer.data import TrainingData, counted, training_data, validation_loader
+from policyfit.trainer.data import TrainingData, counted, validation_loader
 from policyfit.trainer.sampler import epoch_order
 
 WORLDS = [1, 2, 3, 4]
-
-
-class Telling(Ids):
-    """Gives the epoch that it was told."""
-
-    told = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.told = epoch
-
-    def __getitem__(self, index: int) -> int:
-        return self.told
 
 
 class Stream(IterableDataset[Any]):
@@ -124,19 +112,6 @@ class Loader:
 class SizedLoader(Loader):
     def __len__(self) -> int:
         return len(self.sizes)
-
-
-def data_of(source: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> TrainingData:
-    settings: dict[str, Any] = {
-        "seed": 7,
-        "batch_size": 4,
-        "workers": 0,
-        "accumulate": 1,
-        "pin_memory": False,
-        "device_type": "cpu",
-        "facts": MachineFacts(),
-    }
-    return training_data(source, rank=rank, world_size=world_size, **settings | changes)
 
 
 def validation_of(source: Any, rank: int, world_size: int, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ from processes import outcomes_of, run
 from ranks import OPTIMIZERS, Fails, Policy, Stops, train
 from torch import Tensor
 
-from policyfit import Checkpoint, ConfigError, Trainer, load
+from policyfit import Checkpoint, ConfigError, DistributedError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -114,16 +114,79 @@ def failed(folder: str, distributed: str, where: str) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("where", "last"), [("on_train_batch_start", 8), ("on_after_backward", 8), ("on_before_optimizer_step", 7)]
-)
-def test_error_on_one_rank_ends_all_in_order_saved_and_told(tmp_path: Path, where: str, last: int) -> None:
-    ranks = run(failed, str(tmp_path), "ddp", where, limit_s=40.0)
-    assert ranks[1] == {"error": "RuntimeError", "text": "only on this rank", "own": True}
-    assert ranks[0]["error"] == "DistributedError"
-    assert f"Rank 1 failed, so all ended after update {last}: RuntimeError: only on this rank" in ranks[0]["text"]
+# Where rank 1 fails, at which draw; the update after which all end, and the step that is then saved.
+PLACES = [
+    ("on_fit_start", 0, None, None),
+    ("on_train_epoch_start", 6, 8, 6),
+    ("on_train_batch_start", 3, 5, 3),
+    ("on_train_batch_start", 5, 6, 5),  # in the last window of an epoch, at whose end all know
+    ("on_after_backward", 6, 8, 6),
+    ("on_before_optimizer_step", 4, 5, 3),
+    ("on_before_zero_grad", 4, 4, 4),
+    ("on_train_batch_end", 3, 3, 3),  # the others go on to a validation
+    ("on_train_batch_end", 5, 6, 5),
+    ("on_update_end", 4, 4, 4),
+    ("on_log", 4, 4, 4),
+    ("on_validation_start", 3, 3, 3),
+    ("on_validation_batch_end", 3, 3, 3),
+    ("on_validation_end", 3, 3, 3),
+    ("on_due", 3, 3, 3),
+    ("on_save_checkpoint", 4, 4, 2),  # what fails in a save is not saved
+    ("on_train_epoch_end", 6, 6, 6),
+    ("on_log", 9, 9, 9),  # after the last step, where ranks meet as well
+    ("on_fit_end", 9, None, 8),
+]
+
+
+def failed_everywhere(folder: str, distributed: str) -> list[dict[str, Any]]:
+    seen = []
+    for number, (hook, draw, *_) in enumerate(PLACES):
+        error: BaseException | None = None
+        try:
+            extra = [Fails(rank=1, hook=hook, micro_batch=draw)]
+            train(f"{folder}/{number}", distributed, steps=9, extra=extra, val=True, val_every=3)
+        except Exception as raised:
+            error = raised
+        seen.append({"error": error.__class__, "text": str(error), "own": getattr(error, "of_this_rank", False)})
+    return seen
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_wherever_one_rank_fails_all_end_after_the_same_update_saved_and_told(tmp_path: Path, distributed: str) -> None:
+    others, own = run(failed_everywhere, str(tmp_path), distributed, limit_s=90.0)
+    for number, (hook, draw, update, step) in enumerate(PLACES):
+        place = f"{hook} at draw {draw}"
+        assert (own[number]["error"], own[number]["text"]) == (RuntimeError, "only on this rank"), place
+        assert issubclass(others[number]["error"], DistributedError), place
+        assert "Rank 1 failed" in others[number]["text"], place
+        assert "RuntimeError: only on this rank" in others[number]["text"], place
+        if update is not None:
+            assert f"so all ended after update {update}:" in others[number]["text"], place
+            assert own[number]["own"] is True, place
+        last = tmp_path / str(number) / "checkpoints" / "last"
+        if step is None:
+            assert not last.exists(), place
+        else:
+            assert read_checkpoint(last).manifest["counters"]["step"] == step, place
+
+
+def failed_in_a_window_of_three(folder: str, distributed: str) -> dict[str, Any]:
+    try:
+        extra = [Fails(rank=1, hook="on_train_batch_start", micro_batch=4)]
+        train(f"{folder}/run", distributed, steps=30, batch_size=2, accumulate=3, extra=extra, precision="fp16")
+    except Exception as error:
+        return {"text": str(error)}
+    return {}
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path, distributed: str) -> None:
+    ranks = run(failed_in_a_window_of_three, str(tmp_path), distributed, limit_s=60.0)
+    assert "so all ended after update 3: RuntimeError: only on this rank" in ranks[0]["text"]
     saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
-    assert saved.manifest["counters"]["step"] == last - 2  # two updates, of which no rank's weights know
+    assert saved.manifest["counters"]["step"] == 1
+    assert saved.scaler is not None
+    assert saved.scaler["scale"] == 256.0  # a failure says nothing about the scale
 
 
 def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
@@ -135,11 +198,13 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
     assert [rank["step"] for rank in steps] == [12, 12]
 
 
-def test_error_on_one_rank_of_a_sharded_run_ends_all_in_time(tmp_path: Path) -> None:
-    ranks = run(failed, str(tmp_path), "fsdp", "on_after_backward", limit_s=60.0)
+def test_error_in_a_sharded_forward_ends_all_in_time_with_its_words(tmp_path: Path) -> None:
+    ranks = run(failed, str(tmp_path), "fsdp", "on_before_backward", limit_s=60.0)
     assert ranks[1]["text"] == "only on this rank"
     assert ranks[0]["error"] == "DistributedError"
     assert "only on this rank" in ranks[0]["text"]
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
+    assert saved.manifest["counters"]["step"] == 6
 
 
 def killed(folder: str, distributed: str) -> str:
@@ -327,7 +392,7 @@ def kept(folder: str, distributed: str) -> str:
 def test_saving_after_an_exception_waits_for_nobody(tmp_path: Path, distributed: str) -> None:
     assert run(kept, str(tmp_path), distributed, limit_s=60.0) == ["DistributedError", "RuntimeError"]
     folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if not path.name.startswith(".")}
-    assert folders == {"000002", "000004", "000006", "last"} | ({"000006-exception"} if distributed == "ddp" else set())
+    assert folders == {"000002", "000004", "000006", "last"} | {"000006-exception"}
 
 
 def test_sharded_run_whose_optimizer_keeps_nothing_is_loaded_and_gone_on_with(tmp_path: Path) -> None:
@@ -336,3 +401,72 @@ def test_sharded_run_whose_optimizer_keeps_nothing_is_loaded_and_gone_on_with(tm
     assert load(f"{tmp_path}/run/checkpoints/000002", device="cpu", policy=Policy()).training is False
     resumed = run(job, str(tmp_path), "fsdp", {**settings, "steps": 7, "resume": "last"})
     close(weights(resumed[0]), weights(alone(tmp_path, optimizer="sgd", steps=7)))
+
+
+def apart(folder: str, distributed: str) -> str:
+    from ranks import SavesAlone
+
+    try:
+        train(f"{folder}/run", distributed, steps=9, extra=[SavesAlone(rank=1)], own=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_save_that_one_rank_asks_for_alone_is_refused_at_once(tmp_path: Path, distributed: str) -> None:
+    for text in run(apart, str(tmp_path), distributed, limit_s=40.0):
+        assert "DistributedError: Rank 1 has come to save_checkpoint(), but rank 0 to the end of step 3." in text
+
+
+def without_gradients(folder: str, distributed: str, ranks: tuple[int, ...]) -> Any:
+    from ranks import Detached, Samples, Seen
+
+    torch.manual_seed(0)
+    seen = Seen()
+    trainer = Trainer(
+        "cpu", max_steps=4, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed=distributed,
+        callbacks=[seen], default_callbacks=False,
+    )  # fmt: skip
+    policy = Detached(windows=(1,) if ranks else (0, 1), rank=int(os.environ["RANK"]), ranks=ranks or (0, 1))
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    try:
+        trainer.fit(policy, Samples())
+    except Exception as error:
+        state = policy.state_dict() if distributed == "ddp" else before
+        return f"{type(error).__name__}: {error}", any(not torch.equal(state[name], before[name]) for name in before)
+    return seen.outcomes
+
+
+def test_window_in_which_no_rank_has_a_gradient_is_skipped_on_all(tmp_path: Path) -> None:
+    landed, skipped = (True, None, None), (False, "no_gradients", None)
+    assert run(without_gradients, str(tmp_path), "ddp", (0, 1)) == [[landed, skipped, landed, landed, landed]] * 2
+    assert run(without_gradients, str(tmp_path / "one"), "ddp", (1,)) == [[landed] * 4] * 2
+
+
+def test_run_that_begins_without_gradients_on_all_ranks_is_refused(tmp_path: Path) -> None:
+    for text, moved in run(without_gradients, str(tmp_path), "ddp", ()):
+        assert text.startswith("ConfigError: The loss has no gradient")
+        assert not moved
+
+
+def test_rank_whose_loss_has_no_gradient_is_refused_where_its_backward_gathers_weights(tmp_path: Path) -> None:
+    outcomes = outcomes_of(without_gradients, str(tmp_path), "fsdp", (1,), limit_s=60.0)
+    texts = [outcome.value[0] for outcome in outcomes]
+    assert all("The loss of rank 1 has no gradient" in text for text in texts)
+    assert "distributed='ddp'" in texts[1]
+
+
+def overflowed(folder: str, distributed: str) -> list[Any]:
+    from ranks import Events
+
+    events = Events("overflow")
+    train(f"{folder}/run", distributed, precision="fp16", steps=6, poisoned=(3, 17), extra=[events])
+    return events.messages
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_overflow_says_whose_loss_it_was(tmp_path: Path, distributed: str) -> None:
+    first, second = run(overflowed, str(tmp_path), distributed)
+    assert first == second
+    assert [message.partition(" was inf")[0] for message in first] == ["the loss of rank 1"]

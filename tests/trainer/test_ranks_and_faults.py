@@ -1,0 +1,265 @@
+"""What other libraries are known to get wrong with several processes; each test is about one such fault."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run
+from ranks import SAMPLES, Policy, Rolls, Walk, train
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from policyfit import Callback, Trainer
+from policyfit.strategies.group import ManyProcesses
+from policyfit.trainer.checkpoint import read_checkpoint
+from policyfit.trainer.pieces import Pieces
+
+
+def job(folder: str, distributed: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return train(f"{folder}/run", distributed, **settings)
+
+
+# Random streams ----------------------------------------------------------------------------------------------
+
+
+class Draws(Callback):
+    """Draws from every stream before each micro-batch, and on rank 0 once more at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.drawn: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.drawn.append([random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64))])
+
+    def on_train_epoch_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.is_main:
+            random.random(), np.random.rand(), torch.rand(3)
+
+
+def drawing(folder: str, distributed: str, settings: dict[str, Any]) -> dict[str, Any]:
+    draws = Draws()
+    return {**train(folder, distributed, extra=[draws], **settings), "drawn": draws.drawn}
+
+
+def grown(folders: list[str]) -> list[dict[str, Any]]:
+    return [drawing(folder, "ddp", {"steps": 12, "batch_size": 4, "resume": "last"}) for folder in folders]
+
+
+def test_a_rank_that_joins_at_a_resume_draws_a_stream_of_its_own_and_the_order_of_the_data_stays(
+    tmp_path: Path,
+) -> None:
+    drawing(str(tmp_path / "a"), "none", {"steps": 3, "batch_size": 8})
+    for copy in ("b", "alone"):
+        shutil.copytree(tmp_path / "a", tmp_path / copy, symlinks=True)
+    alone = drawing(str(tmp_path / "alone"), "none", {"steps": 12, "batch_size": 8, "resume": "last"})
+    first, second = run(grown, [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert first[0]["drawn"] == alone["drawn"]
+    assert second[0]["drawn"] == second[1]["drawn"]  # derived, so the same again
+    values = [value for rank in (first[0], second[0]) for draws in rank["drawn"] for value in draws]
+    assert len(set(values)) == 2 * 3 * 9
+    assert "reset: the random streams of the new ranks, so it is not bit for bit the same run" in first[0]["plan"]
+    epoch = [first[0]["ids"][-6:], second[0]["ids"][-6:]]
+    seen = [index for ids in (*epoch[0], *epoch[1][:-1]) for index in ids]  # the last one pads
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+# Checkpoints -------------------------------------------------------------------------------------------------
+
+
+def reading(folder: str) -> tuple[int, int]:
+    """How many numbers of tensors in pieces this rank read at its resume, and how many there are."""
+    train(folder, "fsdp", steps=3, ema=True)
+    read, slices = [0], Pieces.__getitem__
+
+    def counted(self: Pieces, rows: slice) -> Tensor:
+        found = slices(self, rows)
+        read[0] += found.numel()
+        return found
+
+    Pieces.__getitem__ = counted  # type: ignore[method-assign]
+    checkpoint = Path(folder) / "checkpoints" / "000002"
+    train(folder, "fsdp", steps=3, ema=True, resume=str(checkpoint))
+    held = read_checkpoint(checkpoint, lazy=True)
+    models = [*held.model.values(), *held.models["ema"].values()]
+    moments = [value for entry in held.optimizers[0]["state"].values() for value in entry.values()]
+    return read[0], sum(math.prod(v.shape) for v in (*models, *moments) if isinstance(v, Pieces))
+
+
+def test_a_rank_of_a_sharded_run_reads_its_own_rows_and_never_the_whole(tmp_path: Path) -> None:
+    (first, total), (second, _) = run(reading, str(tmp_path / "run"))
+    assert first + second == total
+    assert total / 3 < second <= first < total * 2 / 3
+
+
+def compiled(folder: str) -> list[dict[str, Any]]:
+    original: Any = nn.Module.compile
+
+    def eager(self: nn.Module) -> None:
+        original(self, backend="eager")
+
+    nn.Module.compile = eager  # type: ignore[method-assign]
+    return [train(f"{folder}/{name}", "ddp", steps=3, compile=name == "compiled") for name in ("compiled", "plain")]
+
+
+def test_the_checkpoint_of_a_compiled_policy_of_several_ranks_has_the_names_of_the_bare_one(tmp_path: Path) -> None:
+    found, plain = (read_checkpoint(Path(result["last"])) for result in run(compiled, str(tmp_path))[0])
+    assert sorted(found.model) == sorted(Policy().state_dict())
+    assert all(torch.equal(found.model[name], value) for name, value in plain.model.items())
+
+
+# Who decides, writes and ends --------------------------------------------------------------------------------
+
+LOOKS = ("os.listdir", "os.scandir")
+WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod")
+
+
+class Preempts(Callback):
+    """Rank 1 gets a SIGTERM."""
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.distribution.rank == 1 and trainer.micro_batches == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(folder: str) -> dict[str, Any]:
+    """A run that goes on, saves and is preempted; what is sent for its decisions, and what rank 1 does to files."""
+    train(folder, "ddp", steps=4)
+    sent, touched, broadcast = [0], list[str](), ManyProcesses.broadcast
+
+    def measured(self: Any, value: Any, *place: str) -> Any:
+        if self.is_main:
+            sent.append(len(pickle.dumps(value)))
+        return broadcast(self, value, *place)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        path, writes = str(arguments[0]), event in WRITES
+        if event == "open":
+            writes = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if (writes and path.startswith(folder)) or (event in LOOKS and path == f"{folder}/checkpoints"):
+            touched.append(f"{event} {path}")
+
+    ManyProcesses.broadcast = measured  # type: ignore[assignment, method-assign]
+    if os.environ["RANK"] == "1":
+        sys.addaudithook(audit)
+    code: Any = None
+    try:
+        train(folder, "ddp", steps=30, resume="last", extra=[Preempts()])
+    except SystemExit as end:
+        code = end.code
+    return {"code": code, "sent": max(sent), "touched": touched}
+
+
+def test_rank_0_alone_decides_in_few_bytes_and_writes_and_a_signal_to_another_ends_all(tmp_path: Path) -> None:
+    ranks = run(preempted, str(tmp_path / "run"))
+    assert [rank["code"] for rank in ranks] == [143, 143]
+    assert 0 < ranks[0]["sent"] < 1024
+    assert ranks[1]["touched"] == []
+    assert read_checkpoint(tmp_path / "run/checkpoints/last").manifest["counters"]["step"] == 9
+
+
+def unreadable(folder: str) -> str:
+    """On rank 1 the disk fails once there is something to go on with."""
+    train(folder, "ddp", steps=2)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(f"{folder}/checkpoints"):
+            raise OSError(5, "the disk of this rank is gone")
+
+    if os.environ["RANK"] == "1":
+        sys.addaudithook(audit)
+    try:
+        train(folder, "ddp", steps=4, resume="last")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_ends_all_in_time_before_the_first_batch(tmp_path: Path) -> None:
+    for text in run(unreadable, str(tmp_path / "run"), limit_s=30.0):
+        assert text.startswith("CheckpointError: ")
+        assert "the disk of this rank is gone" in text
+
+
+class Own(IterableDataset[dict[str, Tensor]]):
+    """Data of each rank's own, as long as it says or shorter."""
+
+    shards_by_rank = True
+
+    def __init__(self, says: int, gives: int) -> None:
+        self.says, self.gives = says, gives
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        sample = {"x": torch.ones(6), "y": torch.zeros(3), "factor": torch.ones(())}
+        return iter([sample] * self.gives)
+
+
+def uneven(folder: str) -> list[str]:
+    rank, errors = int(os.environ["RANK"]), []
+    for says, gives in ((20 - 4 * rank, 20 - 4 * rank), (20, 20 - 4 * rank)):
+        trainer = Trainer(
+            "cpu", max_epochs=3, batch_size=4, run_dir=f"{folder}/{says - gives}", distributed="ddp",
+            default_callbacks=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(Policy(), Own(says, gives))
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_whose_own_data_is_not_as_long_end_in_time_and_say_so(tmp_path: Path) -> None:
+    for other, shorter in run(uneven, str(tmp_path), limit_s=40.0):
+        assert "Rank 1 has " in other
+        assert "has a length of 5 micro-batches, but gave only 4" in shorter
+
+
+class Broken(Walk):
+    """A simulator that does not start on this rank."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        raise OSError("the simulator does not start")
+
+
+class RollsOnOne(Rolls):
+    """Plays in an environment that is broken on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(every=2)
+        self.rank = rank
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.evaluate(policy, Broken if trainer.distribution.rank == self.rank else Walk, episodes=4)
+
+
+def rolling(folder: str, distributed: str, rank: int) -> str:
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[RollsOnOne(rank)])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("distributed", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+def test_an_environment_that_breaks_on_one_rank_ends_all_in_time_and_is_told(
+    tmp_path: Path, distributed: str, rank: int
+) -> None:
+    texts = run(rolling, str(tmp_path), distributed, rank, limit_s=30.0)
+    assert texts[rank] == "OSError: the simulator does not start"
+    assert texts[1 - rank].startswith("DistributedError: ")
+    assert f"Rank {rank} failed" in texts[1 - rank]
+    assert "OSError: the simulator does not start" in texts[1 - rank]

@@ -1,0 +1,82 @@
+"""How a run begins: anew or where it was saved, in a folder whose ``plan.json`` and ``config.yaml`` say what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from .describe import class_of, describe
+from .resume import Origin
+from .run import Run
+from .run_dir import held, make, new_name, replace_text
+from .settings import Settings
+from .state import restore
+from .together import on_main, parts
+
+
+def begin_run(
+    run: Run, origin: Origin | None, changes: Sequence[str], *, settings: Settings, asked_dir: Path | None
+) -> None:
+    """All up to the first batch; what is refused before the folder is opened has written nothing.
+
+    Args:
+        origin: What the run goes on from; ``None`` for a new run.
+        changes: What may differ from there, by name.
+        settings: As the trainer was given them.
+        asked_dir: The folder that was asked for; ``None`` leaves it to the run.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the run.
+        ConfigError: The run differs in what makes it another run, or may not write into its folder.
+    """
+    trainer, policy, ranks = run.trainer, run.policy, run.distribution
+    old = None if origin is None else origin.run_dir
+    run_dir = asked_dir or old or new_name(class_of(policy).__name__)
+    run.run_dir = ranks.broadcast(run_dir.absolute(), "the start of the run")
+    if origin is not None:
+        if origin.url or old == run.run_dir.resolve():
+            run.id = origin.saved.manifest.get("run", run.id)
+        trainer.plan.notes += restore(run, origin.saved, str(origin), changes)
+    run.id = ranks.broadcast(run.id, "the start of the run")
+    run.start()
+    run.callbacks.call("setup", trainer, policy, "fit")
+    arrived = None if origin is None else origin.arrived
+    new = asked_dir is None and old is None
+    run.run_dir = on_main(ranks, partial(_open_folder, run, settings, new=new, arrived=arrived))
+    if origin is not None:
+        _tell_callbacks(run, origin)
+    run.is_open = True
+    run.callbacks.call("on_fit_start", trainer, policy)
+
+
+def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | None) -> Path:
+    """Make the run's folder and describe the run in it as it is now; a script that resumes leaves ``config.yaml``.
+
+    Args:
+        new: Whether the folder has to be new; if its name is taken, another is chosen.
+        arrived: A copy of the run that was made elsewhere, which becomes its folder.
+    """
+    from .strict_yaml import write  # PyYAML is not needed before a run
+
+    run.run_dir = make(run.run_dir, new=new)
+    run.lock.enter_context(held(run.run_dir))
+    for path in [] if arrived is None else list(arrived.iterdir()):
+        shutil.move(path, run.run_dir / path.name)
+    replace_text(run.run_dir / "plan.json", json.dumps(run.trainer.plan.to_dict(), indent=2) + "\n")
+    config = run.trainer.config
+    if config is None and not (run.run_dir / "config.yaml").exists():
+        config = describe(settings, run.device.name, run.precision.name, run.policy, run.seed)
+    if config is not None:
+        replace_text(run.run_dir / "config.yaml", write(config))
+    return run.run_dir
+
+
+def _tell_callbacks(run: Run, origin: Origin) -> None:
+    """``on_load_checkpoint``: what callbacks added to the checkpoint, of its models what belongs on this rank."""
+    saved, own = origin.saved, run.policy.state_dict()
+    models = {name: parts(run.distribution, model, own) for name, model in saved.models.items()}
+    added = {**saved.callbacks.get("checkpoint", {}), "models": models}
+    run.callbacks.call("on_load_checkpoint", run.trainer, run.policy, added)

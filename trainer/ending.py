@@ -1,0 +1,102 @@
+"""How a run ends, or a validation without one: every callback, logger and part is told, whatever fails on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from ..strategies.errors import DistributedError
+from .run import Run
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
+    """Take every step, also after one has failed: what ends a run has to end all of it.
+
+    Args:
+        error: The error that is under way. It stays the one that is told; failures of steps become notes on it.
+            Without one, the first failure is raised at the end.
+    """
+    first = error
+    for step in steps:
+        try:
+            step()
+        except BaseException as failure:
+            if first is None:
+                first = failure
+            else:
+                first.add_note(f"While this was handled, another error came: {type(failure).__name__}: {failure}")
+    if first is not error and first is not None:
+        raise first
+
+
+def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseException | None = None) -> None:
+    """End a run, by ``error`` if there is one: callbacks hear of it, and all is left as it is to be left.
+
+    Args:
+        aside: Keeps what was copied for the run.
+    """
+    raised = [] if error is None else _each(run.trainer, "on_exception", run.policy, error)
+    closing = [*run.endings(), *_each(run.trainer, "teardown", run.policy, "fit"), aside.close]
+    status = "success" if error is None else "failed"
+    run_all((*raised, *closing, *(partial(logger.finalize, status) for logger in loggers)), error)
+
+
+def fail_with_others(run: Run) -> NoReturn:
+    """Save what all ranks have, if only some have failed, and end in this rank's error or that of another."""
+    words = None if run.failure is None else f"{type(run.failure).__name__}: {run.failure}"
+    errors = run.distribution.gather(words, "the end of a run that failed")
+    error = run.failure or _failure_of_another(run, errors)
+    if None in errors:
+        run_all((partial(_save_after_failure, run),), error)
+    error.of_this_rank = None in errors  # type: ignore[attr-defined]  # else rank 0 tells it
+    run.place.meeting = False
+    raise error
+
+
+def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:
+    rank = next(rank for rank, error in enumerate(errors) if error)
+    error = DistributedError(
+        f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n"
+        "What was saved can be gone on with once that is mended: --resume."
+    )
+    error.exit_code = 1  # the run failed; its settings are good
+    return error
+
+
+def _save_after_failure(run: Run) -> None:
+    try:
+        run.callbacks.call("on_fit_end", run.trainer, run.policy)
+        run.trainer.wait_for_checkpoint()
+    except Exception as error:
+        run.excuse(error)
+        raise
+
+
+@contextmanager
+def stage_without_run(trainer: Trainer, policy: nn.Module, stage: str) -> Iterator[None]:
+    """Set the callbacks up for ``stage`` and tear them down after it; the ranks part at its end."""
+
+    def ends() -> list[Callable[[], None]]:
+        return [*_each(trainer, "teardown", policy, stage), trainer.distribution.teardown]
+
+    try:
+        trainer.callbacks.call("setup", trainer, policy, stage)
+        yield
+    except BaseException as error:
+        trainer.distribution.report(error)
+        trainer.distribution.excuse(error)
+        run_all(ends(), error)
+        raise
+    run_all(ends())
+
+
+def _each(trainer: Trainer, hook: str, *arguments: Any) -> list[Callable[[], None]]:
+    """The calls of a hook that has to reach every callback, whatever the ones before it raise."""
+    return [partial(bound, trainer, *arguments) for bound in trainer.callbacks.bound[hook]]

@@ -1,0 +1,132 @@
+"""How a run of several ranks ends when one of them fails: all after the same update, with what they have saved.
+
+A rank that has failed cannot just leave, since the others would wait for it. It knows where they are, or come to next:
+
+    in a window         it takes part with gradients of zero, in that update and the next, which are skipped on all;
+                        one of the flags that ranks agree on says why (agreement.py)
+    where ranks meet    it comes there too (end of a step where something was due, validation, save, end of an epoch)
+                        with its error for an answer, which is raised on the others in place of theirs
+
+Not in order: in the middle of a sharded forward or backward, where what the others wait for cannot be computed; and
+once the ranks have agreed on an update that this one did not make. Then it leaves its error in the store and goes.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from ..strategies.distributed import RankFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .run import Run
+
+
+class Phase(Enum):
+    """Of a micro-batch."""
+
+    BEFORE = auto()
+    COMPUTING = auto()
+    AFTER = auto()
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a rank is between the others: its micro-batch, and whether it is where ranks meet."""
+
+    batch: Any = None
+    index: int = 0
+    closes: bool = False
+    phase: Phase = Phase.BEFORE
+    #: Updates tried when the window of the micro-batch began.
+    window: int = -1
+    #: Whether the others' next collective is a ``gather``; so it is before the first window and after the last.
+    meeting: bool = True
+    #: Updates tried at the last time when it was asked whether ranks meet.
+    asked: int = 0
+
+    def enter(self, batch: Any, index: int, *, closes: bool, window: int) -> None:
+        """A micro-batch was drawn."""
+        self.batch, self.index, self.closes, self.window, self.phase = batch, index, closes, window, Phase.BEFORE
+
+    @property
+    def next_index(self) -> int:
+        """Of the micro-batch that is still to be computed."""
+        return self.index + (self.phase is Phase.AFTER)
+
+
+def end_together(run: Run, error: Exception) -> None:
+    """Have all ranks end with this one, or with the other whose failure ``error`` tells.
+
+    Raises:
+        Exception: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
+    """
+    ranks, place = run.distribution, run.place
+    if isinstance(error, RankFailed) and place.meeting:
+        run.end_failed()
+        return
+    if ranks.world_size == 1 or ranks.is_lost(error):
+        raise error
+    ranks.report(error)
+    if not place.meeting and not _can_stand_in(run):
+        raise error
+    try:
+        if not place.meeting:
+            run.updater.agreement.fail()
+            if run.in_window:
+                _stand_in(run)
+            while not _others_meet(run):
+                _stand_in(run)
+        place.meeting = True
+        told = ranks.excuse(error)
+    except Exception as second:  # the others have ended
+        error.add_note(f"While the other processes were to be told: {_first_line(second)}")
+        told = False
+    if not told:
+        error.of_this_rank = True  # type: ignore[attr-defined]
+        raise error
+    run.failure = error
+    run.end_failed()
+
+
+def _can_stand_in(run: Run) -> bool:
+    place, updater = run.place, run.updater
+    if updater.half_applied:
+        return False
+    if not run.distribution.is_sharded:
+        return True
+    return place.phase is not Phase.COMPUTING and place.batch is not None and run.data.batches_per_epoch is not None
+
+
+def _stand_in(run: Run) -> None:
+    """Take part in what is left of the window under way, or in the next, and in its update."""
+    place, ranks, module = run.place, run.distribution, run.adapter.module
+    first = place.next_index
+    end = run.data.window_end(place.index if run.in_window else first)
+    left = range(first, end)
+    for index in left if ranks.is_sharded else left[-1:]:  # else only the last of a window talks
+        with nullcontext() if index == end - 1 else ranks.accumulating(module):
+            ranks.contribute_nothing(module, lambda: _loss_again(run))
+    place.index, place.phase, place.window = end - 1, Phase.AFTER, run.updater.applied
+    run.updater.apply_failed()
+
+
+def _loss_again(run: Run) -> Tensor | None:
+    step = run.distribution.through(run.adapter.module, run.adapter.training_step)
+    return run.precision.forward(step, run.place.batch, run.place.index)[0]
+
+
+def _others_meet(run: Run) -> bool:
+    """Whether the others come to a gather before they come to another window."""
+    place = run.place
+    if place.asked < run.updater.applied and run.meets():
+        return True
+    return not run.in_window and place.next_index == run.data.batches_per_epoch
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
