@@ -34,6 +34,8 @@ _SWITCHES = ("HIPBLASLT_ALLOW_TF32", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS
 _VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], *_SWITCHES, *RENDEZVOUS)
 #: accelerate and its launcher read what begins with these.
 PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+# Torch and its libraries read what begins with these; kept for the record of a run.
+_RECORDED = ("PYTORCH_", "TORCH_", "NCCL_", "MIOPEN_", "MKL_", "CUDNN_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +147,7 @@ def probe(root: Path = Path("/")) -> MachineFacts:
         environment=tuple(
             (name, value)
             for name, value in sorted(os.environ.items())
-            if name in _VARIABLES or name.startswith(PREFIXES)
+            if name in _VARIABLES or name.startswith((*PREFIXES, *_RECORDED))
         ),
         amd_gpu_present=any(map(_is_amd_gpu, root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"))),
         nvidia_gpu_present=any(root.glob("proc/driver/nvidia/gpus/*")) or any(root.glob("dev/nvidia[0-9]*")),

@@ -50,9 +50,7 @@ class Report:
     reset: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One line of each kind that there is; none when nothing changed."""
-        if not (self.changed or self.reset):
-            return []
+        """One line of each kind that there is."""
         return [f"{kind}: {'; '.join(parts)}" for kind in self.__slots__ if (parts := getattr(self, kind))]
 
 

@@ -141,8 +141,9 @@ class TrainingData(ABC):
         batches, index = self._batches(epoch, start), start
         while window := list(islice(batches, self._accumulate - index % self._accumulate)):
             index += len(window)
-            self._drawn_to(epoch, index)
-            self._carried.forget(epoch, index - 3 * self._accumulate)  # one window is ahead, one under way
+            if self.carries_state:
+                self._drawn_to(epoch, index)
+                self._carried.forget(epoch, index - 3 * self._accumulate)  # one window is ahead, one under way
             yield window
         self._drawn_to(epoch + 1, 0)
         self._carried.note_end(epoch, index)

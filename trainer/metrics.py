@@ -65,11 +65,12 @@ class Means:
             self._pack(name)
 
     def _pack(self, name: str) -> None:
-        scalars = self._scalars.pop(name)
-        for device in {value.device for value, _ in scalars}:
-            here = [(value, weight) for value, weight in scalars if value.device == device]
-            packed = torch.stack([value.reshape(()).float() for value, _ in here])
-            self._chunks.setdefault(name, []).append((packed, [weight for _, weight in here]))
+        alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[tuple[Tensor, float]]] = {}
+        for value, weight in self._scalars.pop(name):
+            alike.setdefault((value.device, value.dtype, value.shape), []).append((value, weight))
+        for scalars in alike.values():
+            packed = torch.stack([value for value, _ in scalars]).flatten().float()
+            self._chunks.setdefault(name, []).append((packed, [weight for _, weight in scalars]))
 
     def _add_number(self, name: str, number: float, weight: float) -> None:
         total = self._sums.setdefault(name, [0.0, 0.0])

@@ -27,10 +27,14 @@ class Line:
 
 @dataclass(slots=True)
 class Plan:
-    """The decisions of a run in the order in which they were taken, and remarks on them."""
+    """The decisions of a run in the order in which they were taken, and remarks on them.
+
+    ``environment`` has the variables that torch and accelerate read, as they were.
+    """
 
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def add(self, what: str, asked: object, chosen: object, reason: str = "", **numbers: Any) -> None:
         """Add one decision."""
@@ -56,7 +60,7 @@ class Plan:
         for line in self.lines:
             decision = {"asked": line.asked, "chosen": line.chosen, "reason": line.reason}
             decisions[line.what] = {**decision, **({"numbers": dict(line.numbers)} if line.numbers else {})}
-        return {**decisions, "notes": list(self.notes)}
+        return {**decisions, "notes": list(self.notes), "environment_variables": dict(self.environment)}
 
 
 # The words of single decisions --------------------------------------------------------------------------------------

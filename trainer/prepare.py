@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,8 @@ def _assemble(
     plan.add("distribution", choices.distribution.asked, choices.distribution.chosen, choices.distribution.reason)
     plan.add("tf32", settings.tf32, tf32_word(settings.tf32, tf32), tf32.reason)
     plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
-    plan.add("policy", "", f"{class_of(policy).__name__}, {size:,} trainable parameters", f"{adapter.dialect} dialect")
+    about = "; ".join([f"{adapter.dialect} dialect", *_frozen_words(policy)])
+    plan.add("policy", "", f"{class_of(policy).__name__}, {size:,} trainable parameters", about)
     reasons = [movers.origin, *filter(None, map(rates, movers.optimizers))]
     plan.add("optimizer", "", ", ".join(forms), "; ".join(reasons))
     plan.add("schedule", "", schedule_words(movers.schedules))
@@ -188,6 +190,15 @@ def _put_in_train_mode(policy: nn.Module) -> list[str]:
     if topmost:
         notes.append(f"in eval mode stay, as they came: {', '.join(topmost)}")
     return notes
+
+
+def _frozen_words(policy: nn.Module) -> list[str]:
+    """How many parameters are frozen, of each type, which may be another than that of those that train."""
+    counts = Counter[str]()
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return [f"frozen: {', '.join(f'{count:,} of {dtype}' for dtype, count in counts.items())}"] if counts else []
 
 
 def _add_masters(plan: Plan, policy: nn.Module, precision: PrecisionStrategy) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.tree import map_leaves
 from .data import TrainingData, training_data, validation_loader
 from .policy import PolicyAdapter, brings
 from .settings import Settings
@@ -92,7 +94,20 @@ def set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:
             f"{type(policy).__name__} has set_statistics(), but the training dataset has no attribute stats to give it."
             "\nGive the dataset one (feature -> mean, std, ...), or call set_statistics yourself and remove the method."
         )
+    bad: list[str] = []
+    map_leaves(stats, lambda leaf, key: None if _is_finite(leaf) else bad.append(key))
+    if bad:
+        raise ConfigError(
+            f"The statistics of the training dataset are inf or NaN in {', '.join(bad[:5])}, and so would be all that "
+            "the policy computes with them.\nCompute them from samples that are finite."
+        )
     take(stats)
+
+
+def _is_finite(leaf: Any) -> bool:
+    """Whether it holds no inf or NaN; what is no number does not."""
+    array = leaf.detach().cpu().double().numpy() if isinstance(leaf, Tensor) else np.asarray(leaf)
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _check_alike(distribution: DistributionStrategy, data: TrainingData) -> None:

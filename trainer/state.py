@@ -199,7 +199,10 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
         run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))
     run.resumed = True
     with _taking_back("the state of a callback", checkpoint):
-        missing = run.callbacks.load_state_dict(saved.callbacks.get("states", {}))
+        states = saved.callbacks.get("states", {})
+        missing = run.callbacks.load_state_dict(states)
+    if taken := [key for key in states if key not in missing]:
+        report.kept.append(f"the state of {', '.join(taken)}")
     report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
     streams = [saved.rng, *saved.rng_of_others]
     run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)

@@ -150,7 +150,7 @@ class Trainer(RunView):
         self._evaluating = False
         self._proven = False  # whether the precision is set up: doing it again would make a new loss scale
         self._run = None
-        self._plan = Plan()
+        self._plan = self._new_plan()
         self._status = "new"
         #: The run as resolved, written to ``config.yaml``; the command line sets it, else the trainer describes itself.
         self.config: dict[str, Any] | None = None
@@ -192,7 +192,7 @@ class Trainer(RunView):
         """
         if self._status == "running":
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
-        self._plan, self._metrics, self._run, self._status = Plan(), {}, None, "new"
+        self._plan, self._metrics, self._run, self._status = self._new_plan(), {}, None, "new"
         changes = names_of_changes(changes, resume)
         self.device.setup()
         self.distribution.setup(self.device.device)
@@ -259,6 +259,9 @@ class Trainer(RunView):
             raise
         if run.exit_code:
             raise SystemExit(run.exit_code)
+
+    def _new_plan(self) -> Plan:
+        return Plan(environment=dict(self.facts.environment))
 
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
         device_type, deterministic = self.device.device.type, self._settings.deterministic
@@ -383,7 +386,7 @@ class Trainer(RunView):
         schedule: ScheduleFactory | None = None,
     ) -> Plan:
         """The plan of a run with this policy, as far as it goes without data; moves the policy to its device."""
-        self._plan = Plan()
+        self._plan = self._new_plan()
         dry_run(self, policy, optimizer, schedule, self._settings, self._choices)
         return self._plan
 

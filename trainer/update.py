@@ -191,7 +191,7 @@ class Updater:
 
     def _gradients(self) -> list[Tensor]:
         """Those that there are, of each the part that is on this rank."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [gradient for p in self._parameters if (gradient := p.grad) is not None]
         return [self._distribution.local(g) for g in gradients] if self._together else gradients
 
     def apply_failed(self) -> None:

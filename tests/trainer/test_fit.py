@@ -478,6 +478,15 @@ def test_a_run_without_a_folder_makes_a_new_one_and_says_which() -> None:
     assert all(json.loads((folder / "plan.json").read_text())["device"]["chosen"] == "cpu" for folder in folders)
 
 
+def test_variables_that_torch_reads_are_recorded_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("A_SECRET", "1234")
+    trainer = fit(max_steps=1)
+    recorded = json.loads((trainer.run_dir / "plan.json").read_text())["environment_variables"]
+    assert recorded["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "1234" not in recorded.values()
+
+
 def test_a_second_fit_of_one_trainer_starts_afresh_in_a_folder_of_its_own() -> None:
     log = Log()
     trainer = Trainer("cpu", max_steps=3, log_every=1, callbacks=[log, Checkpoint()], default_callbacks=False, seed=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,6 +168,23 @@ def test_a_policy_that_wants_statistics_is_not_trained_without_them() -> None:
     ):
         fit(Normalised())
     assert list(Path.cwd().iterdir()) == []  # so that no checkpoint is without
+
+
+@pytest.mark.parametrize("std", [torch.tensor([1.0, float("nan")]), np.array([[float("inf")]]), [1.0, float("-inf")]])
+def test_statistics_that_are_not_finite_are_refused_by_their_names(std: Any) -> None:
+    class Measured(InMemory):
+        stats: ClassVar[Any] = {"state": {"mean": [0.0, 1.0], "count": 3, "unit": "m"}, "action": {"std": std}}
+
+    with pytest.raises(ConfigError, match=r"statistics of the training dataset are inf or NaN in action\.std"):
+        Trainer("cpu", max_steps=1, run_dir="run").fit(Normalised(), Measured(batches(2, seed=1)))
+    assert not Path("run").exists()
+
+
+def test_plan_says_which_types_are_frozen() -> None:
+    policy = MLP()
+    policy.backbone = nn.Linear(3, 5).bfloat16().requires_grad_(False)
+    plan = Trainer("cpu", run_dir="run").dry_run(policy)
+    assert plan.to_dict()["policy"]["reason"] == "plain dialect; frozen: 20 of bfloat16"
 
 
 class FullyShardedDataParallel(nn.Module):

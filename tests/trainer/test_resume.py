@@ -254,10 +254,12 @@ def test_precision_can_change_at_resume_and_the_plan_says_so(before: str, after:
     moved = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
     assert {t.dtype for p in moved for t in (p, trainer.optimizers[0].state[p]["exp_avg"])} == {torch.float32}
     told = [note for note in trainer.plan.notes if not note.startswith("resumed from")]
-    kept = "kept: the weights; the state of the optimizer; the position in the data; the random streams"
+    scale = "; the loss scale" if before == after == "fp16" else ""
+    kept = f"kept: the weights; the state of the optimizer{scale}; the position in the data; "
+    kept += "the state of ScaleMonitor, MetricsLog; the random streams"
     said = [f"changed: precision was {before} and is now {after}", kept]
     said += ["reset: the loss scale"] if after == "fp16" else []
-    assert told == ([] if before == after else said)
+    assert told == ([kept] if before == after else said)
 
 
 def test_device_can_change_at_resume_and_the_plan_says_what_is_not_exact(tmp_path: Path) -> None:
