@@ -42,8 +42,7 @@ def test_a_plan_answers_every_question_and_makes_no_environment() -> None:
         "length",
     )
     more = ("batch", "epoch", "clip", "validation", "memory", "checkpoints", "resume", "eval", "notes")
-    more += ("environment_variables",)
-    assert set(plan) == {*asked, *more, "threads"}
+    assert set(plan) == {*asked, *more, "threads", "environment_variables"}
     assert plan["eval"]["chosen"] == "1 episode of run_parts.Env, seeds from 10000 on"
     assert [path.name for path in Path().iterdir()] == ["run.yaml"]
 
