@@ -1,28 +1,44 @@
-"""What the ranks of a run agree on, once an update and on its way: to stop, and that one of them has failed.
+"""What the ranks of a run agree on once an update: the first numbers of its mailbox, each reduced by maximum.
 
-Both are numbers of the vector that an update reduces by max anyway. What is agreed at one update takes effect after
-the next, or at the end of its epoch: by then every rank has read it, however early or late it settles.
+    skip            the update moves nothing
+    non_finite      a gradient is inf or NaN, so the loss scale falls
+    edited          the same, but only since a callback had it
+    stop            1 + the exit code of a rank that asks to stop
+    failed          a rank has failed
+    has_gradients   a rank has a loss with a gradient; without any the update is a skip
+    bad_loss        1 + the number of a rank whose loss is inf or NaN
+
+A stop or failure that is agreed at one update takes effect after the next, or at the end of its epoch: by then every
+rank has read it, however early or late it settles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
+
+from ..strategies.distributed import DistributionStrategy
+from ..strategies.mailbox import Mailbox
+
+AGREED = 7
 
 
 class Agreement:
-    """The two slots of the mailbox, and what became of them.
+    """What a rank has to say of stops and failures, and what became of them.
 
     Args:
-        stop: Becomes 1 + the exit code of the rank that asks to stop; never lowered.
-        failed: Becomes 1 on a rank that has failed.
+        mailbox: That of the updates.
     """
 
-    def __init__(self, stop: Tensor, failed: Tensor) -> None:
+    def __init__(self, ranks: DistributionStrategy, mailbox: Mailbox) -> None:
+        self._ranks, self._flags = ranks, mailbox.on_device[:AGREED]
+        self._skip, *_, stop, failed, self._has_gradients, self._bad_loss = mailbox.slots[:AGREED]
         self._slots = (stop, failed)
         self._own = [0.0, 0.0]
         self._update: int | None = None
         self.exit_code = 0
-        self.failed = False
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
@@ -37,11 +53,24 @@ class Agreement:
         """Whether this rank has."""
         return bool(self._own[1])
 
-    def speak(self) -> None:
-        """Say it, right before the ranks reduce the vector: the slots still held the update before until then."""
+    def reach(self, losses: Iterable[Tensor]) -> None:
+        """Make the flags of an update those of all ranks, without waiting.
+
+        Args:
+            losses: Those of this rank's window that have a gradient.
+        """
+        losses = list(losses)
+        self._has_gradients.fill_(float(bool(losses)))
+        self._bad_loss.zero_()
+        for loss in losses:
+            self._bad_loss.add_(loss)
+        self._bad_loss.sub_(self._bad_loss)  # NaN unless the sum was finite
+        self._bad_loss.ne_(self._bad_loss).mul_(self._ranks.rank + 1)
         for slot, own in zip(self._slots, self._own, strict=True):
-            if own:
+            if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
+        self._ranks.reduce_max(self._flags)
+        self._skip.copy_(torch.maximum(self._skip, 1.0 - self._has_gradients))
 
     def note(self, update: int, stop: float, failed: float) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
@@ -50,7 +79,6 @@ class Agreement:
         if self._update is None:
             self._update = update
         self.exit_code = max(self.exit_code, int(stop) - 1)
-        self.failed = self.failed or bool(failed)
 
     @property
     def is_noted(self) -> bool:

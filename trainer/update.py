@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..strategies.errors import ConfigError
 from ..strategies.mailbox import Mailbox
-from .agreement import Agreement
+from .agreement import AGREED, Agreement
 from .counters import Counters
 from .divergence import Divergence
 from .fused import lands_on_the_device
@@ -30,9 +30,7 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-# skip, non_finite, edited, stop, failed, has_gradients, bad_loss: those that ranks agree on; norm, scale
-MAILBOX_SIZE = 9
-_AGREED = 7
+MAILBOX_SIZE = AGREED + 2  # norm, scale
 
 
 class Updater:
@@ -72,8 +70,7 @@ class Updater:
         self._named = _named_parameters(policy, self.optimizers)
         self._parameters = list(self._named.values())
         self._names = tuple(self._named)
-        self._flags = mailbox.on_device[:_AGREED]
-        self.agreement = Agreement(mailbox.slots[3], mailbox.slots[4])
+        self.agreement = Agreement(self._distribution, mailbox)
         #: Updates tried so far, whether settled or not; and whether an error broke one off that ranks had agreed on.
         self.applied, self.half_applied = 0, False
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
@@ -128,8 +125,8 @@ class Updater:
                 precision.find_non_finite(gradients, edited)
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
-            self._say_of(losses)
-            self._agree()
+            self._distribution.sync_buffers(self._policy)
+            self.agreement.reach(losses.values())
         self.applied += 1
         self.half_applied = True
         self._clip(gradients, norm)
@@ -163,24 +160,6 @@ class Updater:
             parameter.grad = None
         self._pending, self._checks_left, self.half_applied = read, self._checks, False
 
-    def _say_of(self, losses: Mapping[int, Tensor]) -> None:
-        """Write whether this rank has losses, and its number + 1 where one is inf or NaN, without reading them."""
-        *_, has_gradients, bad_loss, _, _ = self._mailbox.slots
-        has_gradients.fill_(float(bool(losses)))
-        bad_loss.zero_()
-        for loss in losses.values():
-            bad_loss.add_(loss)
-        bad_loss.sub_(bad_loss)  # NaN unless the sum was finite
-        bad_loss.ne_(bad_loss).mul_(self._distribution.rank + 1)
-
-    def _agree(self) -> None:
-        """Make the flags those of all ranks; a window in which none had a gradient is skipped."""
-        self._distribution.sync_buffers(self._policy)
-        self.agreement.speak()
-        self._distribution.reduce_max(self._flags)
-        skip, *_, has_gradients, _, _, _ = self._mailbox.slots
-        skip.copy_(torch.maximum(skip, 1.0 - has_gradients))
-
     def _check_norm(self, gradients: list[Tensor], norm: Tensor, skip: Tensor) -> Tensor:
         """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
         self._checks_left -= 1
@@ -204,9 +183,9 @@ class Updater:
             self._check_norm(gradients, norm, skip)
         for flag in (non_finite, edited):
             flag.zero_()
-        self._say_of(self._take_losses())
         skip.fill_(1.0)
-        self._agree()
+        self._distribution.sync_buffers(self._policy)
+        self.agreement.reach(self._take_losses().values())
         self.applied += 1
         self._clip(gradients, norm)
         if scale is not None:
