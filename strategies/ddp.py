@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, DistributedError
+from .errors import ConfigError, DistributedError, in_words
 from .group import ManyProcesses
 
 T = TypeVar("T")
-
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDP(ManyProcesses):
@@ -103,11 +101,11 @@ class DDP(ManyProcesses):
 
     def is_lost(self, error: BaseException) -> bool:
         """Also torch's error about parameters without a gradient, which ``lost`` words by their names."""
-        return _UNFINISHED in str(error) or super().is_lost(error)
+        return _is_unfinished(error) or super().is_lost(error)
 
     def lost(self, error: BaseException) -> DistributedError:
         """The same, or which parameters a later backward left out."""
-        if _UNFINISHED not in str(error):
+        if not _is_unfinished(error):
             return super().lost(error)
         self._failed = True
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -127,6 +125,12 @@ class _Door(nn.Module):
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""
         return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
+
+
+def _is_unfinished(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in in_words(
+        error
+    )
 
 
 def _unused(names: list[str]) -> ConfigError:

@@ -60,3 +60,14 @@ class TrainingDiverged(PolicyfitError, RuntimeError):
 
 class LossScaleCollapse(TrainingDiverged):
     """The loss scale of float16 fell to its floor: gradients overflow whatever it is."""
+
+
+_LONGEST = 10_000  # characters; more than the others of a run need, and less than what carries them can take
+
+
+def in_words(error: BaseException) -> str:
+    """An error's kind and message, for where its traceback cannot go."""
+    try:
+        return f"{type(error).__name__}: {error}"[:_LONGEST]
+    except Exception:  # its own __str__ fails
+        return type(error).__name__

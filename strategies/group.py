@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from .distributed import DistributionStrategy, RankFailed
-from .errors import ConfigError, DistributedError
+from .errors import ConfigError, DistributedError, in_words
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
 from .roll_call import RollCall
@@ -192,12 +192,16 @@ class ManyProcesses(DistributionStrategy):
         if isinstance(error, RankFailed) or not isinstance(error, Exception):
             return True
         try:
-            self._answers(_Answer("its end", None, f"{type(error).__name__}: {error}"))
+            self._answers(_Answer("its end", None, in_words(error)))
         except RuntimeError:  # they have left
             return False
         return True
 
     def _answers(self, own: _Answer) -> list[_Answer]:
+        if not self._groups:
+            raise DistributedError(
+                "The run is over, and its processes have parted.\nDo in on_fit_end, at the latest, what needs them all."
+            )
         from accelerate.utils import gather_object  # type: ignore[import-untyped]
 
         answers: list[_Answer] = gather_object([own])
@@ -249,7 +253,9 @@ class ManyProcesses(DistributionStrategy):
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether torch.distributed raised it; gloo's own errors have no type but name their file."""
-        return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+        return isinstance(error, distributed.DistError) or (
+            isinstance(error, RuntimeError) and "/gloo/" in in_words(error)
+        )
 
     def lost(self, error: BaseException) -> DistributedError:
         """The error that another rank left, or the ranks that do not answer a call within some seconds.
@@ -286,7 +292,7 @@ class ManyProcesses(DistributionStrategy):
         self._failed = True
         try:
             if self._roll_call is not None:
-                self._roll_call.leave_words(f"Rank {self.rank} failed: {type(error).__name__}: {error}")
+                self._roll_call.leave_words(f"Rank {self.rank} failed: {in_words(error)}")
         except RuntimeError:  # the store is gone: nobody could read it
             return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils.data import IterableDataset
 
 from policyfit import EMA, FP16, Callback, Checkpoint, Trainer, WarmupCosine
 from policyfit.strategies.fsdp import FSDP
@@ -112,6 +114,14 @@ class Samples:
             raise ValueError("the disk of this rank is gone")
         factor = math.inf if index in self.poisoned else 1.0
         return {"x": self.x[index], "y": self.y[index], "factor": torch.tensor(factor), "index": index}
+
+
+class Endless(IterableDataset[dict[str, Any]]):
+    """Twelve samples, of which nothing says how many they are."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        samples = Samples()
+        return (samples[i] for i in range(12))
 
 
 class Seen(Callback):
@@ -301,3 +311,23 @@ class Walk(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.left -= 1
         return np.zeros(6, np.float32), 1.0, self.left == 0, False, {"success": self.left == 0}
+
+
+class Alone(Callback):
+    """On one rank alone something is due at step 3, or asks for the others in a window."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how, self.here = rank, how, False
+
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        self.here = trainer.distribution.rank == self.rank
+
+    def due(self, step: int) -> bool:
+        return self.how == "due" and self.here and step == 3
+
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, *_: Any) -> None:
+        if self.here and trainer.micro_batches == 3:
+            if self.how == "save":
+                trainer.save_checkpoint()
+            if self.how == "evaluate":
+                trainer.evaluate(policy, Walk, episodes=2)

@@ -7,6 +7,7 @@
     failed          a rank has failed
     has_gradients   a rank has a loss with a gradient; without any the update is a skip
     bad_loss        1 + the number of a rank whose loss is inf or NaN
+    meets, goes_on  a rank has something to do, or nothing, together with the others after this update
 
 A stop or failure that is agreed at one update takes effect after the next, or at the end of its epoch: by then every
 rank has read it, however early or late it settles.
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.mailbox import Mailbox
 
-AGREED = 7
+AGREED = 9
 
 
 class Agreement:
@@ -34,11 +35,13 @@ class Agreement:
 
     def __init__(self, ranks: DistributionStrategy, mailbox: Mailbox) -> None:
         self._ranks, self._flags = ranks, mailbox.on_device[:AGREED]
-        self._skip, *_, stop, failed, self._has_gradients, self._bad_loss = mailbox.slots[:AGREED]
+        self._skip, _, _, stop, failed, self._has_gradients, self._bad_loss, *self._meets = mailbox.slots[:AGREED]
         self._slots = (stop, failed)
         self._own = [0.0, 0.0]
         self._update: int | None = None
         self.exit_code = 0
+        #: Whether updates came to nothing because a rank had failed; and whether some ranks meet without the others.
+        self.failed = self.apart = False
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
@@ -53,11 +56,12 @@ class Agreement:
         """Whether this rank has."""
         return bool(self._own[1])
 
-    def reach(self, losses: Iterable[Tensor]) -> None:
+    def reach(self, losses: Iterable[Tensor], *, meets: bool | None) -> None:
         """Make the flags of an update those of all ranks, without waiting.
 
         Args:
             losses: Those of this rank's window that have a gradient.
+            meets: Whether ranks have something to do together afterwards, as this one sees it; ``None`` without a view.
         """
         losses = list(losses)
         self._has_gradients.fill_(float(bool(losses)))
@@ -66,19 +70,23 @@ class Agreement:
             self._bad_loss.add_(loss)
         self._bad_loss.sub_(self._bad_loss)  # NaN unless the sum was finite
         self._bad_loss.ne_(self._bad_loss).mul_(self._ranks.rank + 1)
+        for slot, answer in zip(self._meets, (True, False), strict=True):
+            slot.fill_(float(meets is answer))
         for slot, own in zip(self._slots, self._own, strict=True):
             if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
         self._ranks.reduce_max(self._flags)
         self._skip.copy_(torch.maximum(self._skip, 1.0 - self._has_gradients))
 
-    def note(self, update: int, stop: float, failed: float) -> None:
+    def note(self, update: int, stop: float, failed: float, *, apart: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
+        self.apart = self.apart or apart
         if not (stop or failed):
             return
         if self._update is None:
             self._update = update
         self.exit_code = max(self.exit_code, int(stop) - 1)
+        self.failed = self.failed or bool(failed)
 
     @property
     def is_noted(self) -> bool:

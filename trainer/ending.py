@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from ..strategies.errors import DistributedError
+from ..strategies.errors import DistributedError, in_words
 from .run import Run
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
             if first is None:
                 first = failure
             else:
-                first.add_note(f"While this was handled, another error came: {type(failure).__name__}: {failure}")
+                first.add_note(f"While this was handled, another error came: {in_words(failure)}")
     if first is not error and first is not None:
         raise first
 
@@ -50,12 +50,13 @@ def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseExcep
 
 def fail_with_others(run: Run) -> NoReturn:
     """Save what all ranks have, if only some have failed, and end in this rank's error or that of another."""
-    words = None if run.failure is None else f"{type(run.failure).__name__}: {run.failure}"
+    words = None if run.failure is None else in_words(run.failure)
     errors = run.distribution.gather(words, "the end of a run that failed")
     error = run.failure or _failure_of_another(run, errors)
     if None in errors:
         run_all((partial(_save_after_failure, run),), error)
-    error.of_this_rank = None in errors  # type: ignore[attr-defined]  # else rank 0 tells it
+    # Else rank 0 tells it.
+    error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
     run.place.meeting = False
     raise error
 

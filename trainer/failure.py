@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ..strategies.distributed import RankFailed
+from ..strategies.errors import in_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +85,7 @@ def end_together(run: Run, error: Exception) -> None:
         place.meeting = True
         told = ranks.excuse(error)
     except Exception as second:  # the others have ended
-        error.add_note(f"While the other processes were to be told: {_first_line(second)}")
+        error.add_note(f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
         told = False
     if not told:
         error.of_this_rank = True  # type: ignore[attr-defined]
@@ -94,12 +95,10 @@ def end_together(run: Run, error: Exception) -> None:
 
 
 def _can_stand_in(run: Run) -> bool:
-    place, updater = run.place, run.updater
-    if updater.half_applied:
+    place = run.place
+    if run.updater.half_applied or run.data.batches_per_epoch is None:  # nobody knows whether it was the last window
         return False
-    if not run.distribution.is_sharded:
-        return True
-    return place.phase is not Phase.COMPUTING and place.batch is not None and run.data.batches_per_epoch is not None
+    return not run.distribution.is_sharded or (place.phase is not Phase.COMPUTING and place.batch is not None)
 
 
 def _stand_in(run: Run) -> None:
@@ -126,7 +125,3 @@ def _others_meet(run: Run) -> bool:
     if place.asked < run.updater.applied and run.meets():
         return True
     return not run.in_window and place.next_index == run.data.batches_per_epoch
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

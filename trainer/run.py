@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..strategies.errors import CallbackError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
 from .failure import Phase, Place
@@ -73,6 +74,7 @@ class Run:
     def __post_init__(self) -> None:
         self.device, self.precision = self.trainer.device, self.trainer.precision
         self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
+        self.updater.meets_at = self._meets_at
         self._validated: dict[str, float] = {}
         self._told_of_nothing = False
         self._begin_clock()
@@ -106,9 +108,10 @@ class Run:
     def begin_epoch(self) -> Iterator[MicroBatch]:
         """The micro-batches of the epoch under way, from the first that was not used, on the device."""
         start = self.counters.batch_in_epoch
-        self.place.index, self.place.phase = start, Phase.BEFORE
+        self.place.index, self.place.phase, self.place.meeting = start, Phase.BEFORE, True
         if start == 0:
             self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
+        self._part("the start of an epoch")
         batches = self.device.stream(self.data.epoch(self.counters.epoch, start))
         if self.streams is not None:
             # Some loaders draw from the global streams when they start: let the first micro-batch come first.
@@ -137,7 +140,6 @@ class Run:
         counters.batch_in_epoch = 0
         self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
         self.ended_epoch = None
-        self._part("the end of an epoch")
 
     def _bring_up_to_date(self, metric: str) -> None:
         """Validate, and if that does not give the metric, log what was collected since the last record."""
@@ -150,17 +152,13 @@ class Run:
     def something_is_due(self) -> bool:
         """Whether the update just applied is to be settled at once, for the step it makes if it lands."""
         step = self.updater.aimed_step
-        every = self.settings
         return (
             self.stop_reason is not None
             or self.updater.ends_now
             or self.saver.error is not None
             or bool(self.saver.notices)
             or self.callbacks.need_outcome_now
-            or step == every.max_steps
-            or _hits(step, every.log_every)
-            or _hits(step, every.val_every)
-            or any(callback.due(step) for callback in self.callbacks.with_due)
+            or self._meets_at(step)
         )
 
     def at_step(self) -> None:
@@ -192,11 +190,13 @@ class Run:
         """Whether something is to be done together with the other ranks after the update applied last; settles it."""
         self.updater.settle()
         step = self.counters.step
-        if step != self.updater.aimed_step:  # it was skipped; the next update aims at the same step
-            return self.updater.ends_now
+        if step != self.updater.aimed_step or self.updater.agreement.apart:
+            return self.updater.ends_now  # it was skipped, and the next update aims at the same step
+        return self.updater.ends_now or self.done or self._meets_at(step)
+
+    def _meets_at(self, step: int) -> bool:
         return (
-            self.updater.ends_now
-            or self.done
+            step == self.settings.max_steps
             or _hits(step, self.settings.log_every)
             or self._validates_at(step)
             or any(callback.due(step) for callback in self.callbacks.with_due)
@@ -204,6 +204,18 @@ class Run:
 
     def _validates_at(self, step: int) -> bool:
         return self.validation_data is not None and _hits(step, self.settings.val_every)
+
+    def check_meeting(self, what: str) -> None:
+        """Refuse what needs every rank at a place to which a rank may have come alone, where the others would not be.
+
+        Raises:
+            CallbackError: It is no place where ranks meet.
+        """
+        if self.distribution.world_size > 1 and not self.place.meeting:
+            raise CallbackError(
+                f"{what} needs every rank, but was called where the ranks of a run do not meet.\n"
+                "Call it from on_due, or from another hook of a log, a validation or the start or end of an epoch."
+            )
 
     def _part(self, place: str) -> None:
         """The ranks have met, and see whether one of them has failed meanwhile."""
@@ -275,8 +287,8 @@ class Run:
     # Beginning and end ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All ranks are ready for the first window."""
-        self._part("the first batch")
+        """All ranks are ready for the first batch."""
+        self.distribution.gather(None, "the first batch")
 
     def start(self) -> None:
         """The policy may report from now on, has no gradients yet, and steps per second count from here."""

@@ -41,7 +41,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     # A run that was resumed and has not drawn a batch yet still has its streams to come. First of what ranks give each
     # other, since one that failed in a hook of the save can answer here.
     own_streams = capture_streams(run.device) if run.streams is None else run.streams
-    streams = ranks.gather(own_streams, "save_checkpoint()")
+    streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
     models, model = extra.pop("models", {}), run.policy.state_dict()
     if not in_parts:
         models, model = whole(ranks, models), whole(ranks, model)
@@ -61,7 +61,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
             "policy": class_path(run.policy),
             "movers": run.movers,
             "settings": changes.plain_settings(run),
-            "exact": exact,
+            "exact": exact and not run.updater.agreement.failed,  # else data and draws went into windows of no effect
         },
         model=model,
         policy_config=policy_config(run.policy),
@@ -73,7 +73,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         callbacks={
             "states": run.callbacks.state_dict(),
             "checkpoint": extra,
-            "means": added(ranks.gather(run.means.state_dict(), "save_checkpoint()")),
+            "means": added(ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means")),
             "metrics": dict(run.trainer.metrics),
             "validated_step": run.validated_step,
             "logged_step": run.logged_step,
@@ -104,6 +104,8 @@ def save(
             "save_checkpoint() was called before the run has begun or in on_update_end, where callbacks and counters "
             "are not of one moment.\nCall it from on_due, on_validation_end or on_train_epoch_end."
         )
+    if exact:
+        run.check_meeting("save_checkpoint()")
     run.saver.wait()
     run.updater.settle()
     _check_held(run)

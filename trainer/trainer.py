@@ -465,6 +465,7 @@ class Trainer(RunView):
     def _standing(self, policy: nn.Module, stage: str) -> Iterator[None]:
         """Device and precision in place for ``policy``, as they are anyway inside its own run."""
         if self._status == "running":
+            self._active.check_meeting(f"{stage}()")
             yield
             return
         self.device.setup()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import ConfigError
+from ..strategies.errors import ConfigError, DistributedError
 from ..strategies.mailbox import Mailbox
 from .agreement import AGREED, Agreement
 from .counters import Counters
@@ -82,6 +82,8 @@ class Updater:
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
                 optimizer.found_inf = mailbox.slots[0]  # type: ignore[attr-defined]
+        #: Whether ranks have something to do together at a step; the run says so.
+        self.meets_at: Callable[[int], bool] = lambda step: False
         self._pending: Callable[[], Outcome] | None = None
         self._outcome: Outcome | None = None
         self._scale_used: float | None = None  # the loss scale of the update that is settled next
@@ -126,7 +128,7 @@ class Updater:
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
             self._distribution.sync_buffers(self._policy)
-            self.agreement.reach(losses.values())
+            self.agreement.reach(losses.values(), meets=self.meets_at(self.aimed_step))
         self.applied += 1
         self.half_applied = True
         self._clip(gradients, norm)
@@ -185,7 +187,7 @@ class Updater:
             flag.zero_()
         skip.fill_(1.0)
         self._distribution.sync_buffers(self._policy)
-        self.agreement.reach(self._take_losses().values())
+        self.agreement.reach(self._take_losses().values(), meets=None)
         self.applied += 1
         self._clip(gradients, norm)
         if scale is not None:
@@ -230,6 +232,7 @@ class Updater:
 
         Raises:
             TrainingDiverged: The run is no longer training; see ``divergence.py``.
+            DistributedError: Ranks differ in whether they meet now.
         """
         if self._pending is None:
             return
@@ -261,15 +264,22 @@ class Updater:
         if not outcome.landed and not self.agreement.has_failed and outcome.reason != "failed":
             self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
         self._scale_used = outcome.scale
+        if self.agreement.apart and not self.agreement.has_failed:
+            raise DistributedError(
+                f"At step {outcome.step} something is due on one rank, but nothing on another.\n"
+                "Let due(step) depend on the step and on settings alone, so that it answers alike on every rank; "
+                "trainer.distribution.broadcast() in on_log gives all of them the view of rank 0."
+            )
 
     def _read(
         self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int, losses: Mapping[int, Tensor]
     ) -> Outcome:
-        skip, non_finite, edited, stop, failed, has_gradients, bad_loss, norm, scale = self._mailbox.read().tolist()
+        skip, non_finite, edited, stop, failed, has_gradients, bad_loss, *more = self._mailbox.read().tolist()
+        meets, goes_on, norm, scale = more
         counters = self._counters
         landed = not (self._may_skip and skip)
         if self._together:
-            self.agreement.note(self.applied, stop, failed)
+            self.agreement.note(self.applied, stop, failed, apart=landed and bool(meets and goes_on))
         return Outcome(
             landed=landed,
             reason=None if landed else _reason(failed, self._together and not has_gradients, non_finite or edited),

@@ -13,7 +13,7 @@ from processes import outcomes_of, run
 from ranks import OPTIMIZERS, Fails, Policy, Stops, train
 from torch import Tensor
 
-from policyfit import Checkpoint, ConfigError, DistributedError, Trainer, load
+from policyfit import Callback, Checkpoint, ConfigError, DistributedError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -117,7 +117,7 @@ def failed(folder: str, distributed: str, where: str) -> dict[str, Any]:
 # Where rank 1 fails, at which draw; the update after which all end, and the step that is then saved.
 PLACES = [
     ("on_fit_start", 0, None, None),
-    ("on_train_epoch_start", 6, 8, 6),
+    ("on_train_epoch_start", 6, 6, 6),
     ("on_train_batch_start", 3, 5, 3),
     ("on_train_batch_start", 5, 6, 5),  # in the last window of an epoch, at whose end all know
     ("on_after_backward", 6, 8, 6),
@@ -185,6 +185,7 @@ def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path,
     assert "so all ended after update 3: RuntimeError: only on this rank" in ranks[0]["text"]
     saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
     assert saved.manifest["counters"]["step"] == 1
+    assert saved.manifest["exact"] is False  # the windows that came to nothing used up data
     assert saved.scaler is not None
     assert saved.scaler["scale"] == 256.0  # a failure says nothing about the scale
 
@@ -470,3 +471,97 @@ def test_overflow_says_whose_loss_it_was(tmp_path: Path, distributed: str) -> No
     first, second = run(overflowed, str(tmp_path), distributed)
     assert first == second
     assert [message.partition(" was inf")[0] for message in first] == ["the loss of rank 1"]
+
+
+def alone_with_it(folder: str, distributed: str) -> list[str]:
+    from ranks import Alone
+
+    said = []
+    for how in ("due", "save", "evaluate"):
+        try:
+            train(f"{folder}/{how}", distributed, steps=9, extra=[Alone(rank=1, how=how)])
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rank_that_is_alone_with_what_needs_all_is_refused_before_anybody_waits(
+    tmp_path: Path, distributed: str
+) -> None:
+    others, own = run(alone_with_it, str(tmp_path), distributed, limit_s=60.0)
+    for text in (own[0], others[0]):
+        assert text.startswith("DistributedError: At step 3 something is due on one rank, but nothing on another.")
+    for what, refused, told in zip(("save_checkpoint()", "evaluate()"), own[1:], others[1:], strict=True):
+        assert refused.startswith(f"CallbackError: {what} needs every rank")
+        assert f"Rank 1 failed, so all ended after update 5: {refused.splitlines()[0]}" in told
+
+
+def parted(folder: str) -> list[str]:
+    said = []
+    trainer, policy = Trainer("cpu", max_steps=2, seed=0, run_dir=f"{folder}/run", distributed="ddp"), Policy()
+    from ranks import Samples
+
+    trainer.fit(policy, Samples())
+    for call in (trainer.save_checkpoint, trainer.wait_for_checkpoint):
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_save_after_the_run_says_that_its_processes_have_parted(tmp_path: Path) -> None:
+    for said in run(parted, str(tmp_path)):
+        assert [text.partition(".")[0] for text in said] == [
+            "DistributedError: The run is over, and its processes have parted"
+        ] * 2
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("str fails")
+
+
+def speechless(folder: str, long: bool) -> str:
+    class Raises(Callback):
+        def on_after_backward(self, trainer: Trainer, policy: Any) -> None:
+            if trainer.distribution.rank == 1 and trainer.micro_batches == 3:
+                raise RuntimeError("x" * 20_000_000) if long else Speechless
+
+    try:
+        train(f"{folder}/{long}", "ddp", steps=9, extra=[Raises()])
+    except Speechless:
+        return "Speechless"
+    except Exception as error:
+        return str(error)[:1000]
+    return ""
+
+
+def test_error_whose_words_are_none_or_too_many_ends_all_in_order(tmp_path: Path) -> None:
+    first, second = run(speechless, str(tmp_path), False, limit_s=40.0)
+    assert second == "Speechless"
+    assert "Rank 1 failed, so all ended after update 5: Speechless" in first
+    first, second = run(speechless, str(tmp_path), True, limit_s=40.0)
+    assert second == "x" * 1000
+    assert "Rank 1 failed, so all ended after update 5: RuntimeError: xxx" in first
+
+
+def unsized(folder: str) -> str:
+    from ranks import Endless
+
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=2, seed=0, run_dir=f"{folder}/run", distributed="ddp",
+        callbacks=[Fails(rank=1, hook="on_after_backward", micro_batch=5)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Policy(), Endless())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_failure_with_data_of_unknown_length_waits_for_nobody(tmp_path: Path) -> None:
+    first, second = run(unsized, str(tmp_path), limit_s=40.0)
+    assert second == "only on this rank"
+    assert "only on this rank" in first
