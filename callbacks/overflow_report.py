@@ -30,9 +30,9 @@ class OverflowReport(Callback):
     Args:
         replay: Also compute the micro-batches of a skipped update once more, and name the first module whose output,
             or the first op whose gradient, went non-finite. The replay changes nothing of the run, and says what it
-            could not look at. It keeps a copy of the weights and of every micro-batch until their update has landed
-            and settles every update at once, so it is for the hunt and not for every run. Stand it behind callbacks
-            that change batches in ``on_train_batch_start``.
+            could not look at; of several ranks it computes the batches of rank 0. It keeps a copy of the weights and of
+            every micro-batch until their update has landed and settles every update at once, so it is for the hunt and
+            not for every run. Stand it behind callbacks that change batches in ``on_train_batch_start``.
 
     Raises:
         ConfigError: ``replay`` is neither true nor false.
@@ -95,7 +95,13 @@ class OverflowReport(Callback):
             try:
                 if error is not None:
                     raise error
-                found, words = _replay(trainer, policy, window, outcome.losses)
+                if outcome.bad_loss_rank in (None, trainer.distribution.rank):
+                    found, words = _replay(trainer, policy, window, outcome.losses)
+                else:
+                    found, words = (
+                        {"origin": None},
+                        "; rank 0, which tells this, computes no batch of another once more",
+                    )
             except Exception as failure:  # what ends a replay is no reason to end the run
                 found = {"origin": None, "replay_error": f"{type(failure).__name__}: {failure}"}
                 words = f"; it could not be computed once more: {found['replay_error']}"

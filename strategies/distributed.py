@@ -31,7 +31,7 @@ class RankFailed(DistributedError):
     exit_code = 1
 
     def __init__(self, rank: int, words: str) -> None:
-        super().__init__(f"Rank {rank} failed: {words}")
+        super().__init__(f"Rank {rank} failed: {words}\nMend that, and start the run again on all ranks.")
         self.rank = rank
 
 

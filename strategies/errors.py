@@ -66,8 +66,12 @@ _LONGEST = 10_000  # characters; more than the others of a run need, and less th
 
 
 def in_words(error: BaseException) -> str:
-    """An error's kind and message, for where its traceback cannot go."""
+    """An error's kind and message, for where its traceback does not go; of a loader's worker, the error met there."""
     try:
-        return f"{type(error).__name__}: {error}"[:_LONGEST]
+        words = f"{type(error).__name__}: {error}"
     except Exception:  # its own __str__ fails
         return type(error).__name__
+    _, traceback, lines = words.partition("\nOriginal Traceback (most recent call last):\n")
+    if traceback:  # its frames are indented
+        words = next((line for line in reversed(lines.splitlines()) if line and not line.startswith(" ")), words)
+    return words[:_LONGEST]

@@ -40,8 +40,8 @@ class Agreement:
         self._own = [0.0, 0.0]
         self._update: int | None = None
         self.exit_code = 0
-        #: Whether updates came to nothing because a rank had failed; and whether some ranks meet without the others.
-        self.failed = self.apart = False
+        #: Whether some ranks meet without the others.
+        self.apart = False
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
@@ -86,7 +86,6 @@ class Agreement:
         if self._update is None:
             self._update = update
         self.exit_code = max(self.exit_code, int(stop) - 1)
-        self.failed = self.failed or bool(failed)
 
     @property
     def is_noted(self) -> bool:

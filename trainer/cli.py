@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..strategies.errors import ConfigError, DistributedError, PolicyfitError
+from ..strategies.errors import ConfigError, DistributedError, PolicyfitError, in_words
 from . import commands
 from .aliases import FILE_OPTIONS
 
@@ -85,7 +85,7 @@ def _run(arguments: list[str]) -> int:
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
         code = error.exit_code if isinstance(error, PolicyfitError) else 1
-        if os.environ.get("RANK", "0") != "0" and _is_told_by_rank_0(error, code):
+        if not commands.prints() and _is_told_by_rank_0(error, code):
             time.sleep(_PATIENCE_S)  # a launcher ends all at the first that ends, and rank 0 is to say it before
         else:
             _show(error, known=known)
@@ -207,7 +207,8 @@ def _split(
         if takes_keys and option in FILE_OPTIONS:
             file = text if given else next(rest, "")
             own.append(_no_file(option) if file.startswith("-") or not file else file)
-            print(f"note: {option} is {FILE_OPTIONS[option]}'s; the file alone is enough", file=sys.stderr)
+            if commands.prints():
+                print(f"note: {option} is {FILE_OPTIONS[option]}'s; the file alone is enough", file=sys.stderr)
             continue
         if option == "--":
             raise ConfigError(f"{argument} names no option.\nWrite --section.key=VALUE, or leave it out.")
@@ -244,7 +245,7 @@ def _show(error: Exception, *, known: bool) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    text = "\n".join([str(error) if known else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    text = "\n".join([str(error) if known else in_words(error), *getattr(error, "__notes__", [])])
     text = "\n".join(map(_shortened, text.splitlines()))
     console = Console(stderr=True)
     if not console.is_terminal:  # prose is wrapped in a log, too, but a path in it stays whole

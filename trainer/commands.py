@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.errors import CheckpointError, ConfigError, DistributedError
+from ..strategies.facts import probe, world_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +26,22 @@ if TYPE_CHECKING:
 #: The options of ``validate`` and of ``eval`` that stand in place of a key of the run.
 VALIDATE_KEYS = {"device": "device", "precision": "precision", "tf32": "tf32"}
 EVAL_KEYS = {**VALIDATE_KEYS, "env": "eval.env", "episodes": "eval.episodes", "seed": "eval.seed"}
+
+
+def prints() -> bool:
+    """Whether this process is the one to print, as its launcher says: before ranks meet they know no more."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _alone(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
+    """A command that needs no other rank, which rank 0 therefore does alone."""
+
+    @wraps(command)
+    def done_once(request: argparse.Namespace) -> None:
+        if prints():
+            command(request)
+
+    return done_once
 
 
 def fit(request: argparse.Namespace) -> None:
@@ -60,9 +78,11 @@ def plan(request: argparse.Namespace) -> None:
     with _configured(request) as run:
         trainer, policy = _trainable(run)
         plan = forecast(run, trainer, policy, build_data=request.with_data)
-    print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
+    if trainer.is_main:
+        print(json.dumps(plan.to_dict(), indent=2) if request.json else plan.text())
 
 
+@_alone
 def print_config(request: argparse.Namespace) -> None:
     """Print the run as resolved; nothing is built."""
     from .strict_yaml import write
@@ -76,8 +96,9 @@ def validate(request: argparse.Namespace) -> None:
     from .config import resolve_validation
     from .early import check_data
 
-    with _trained(request, VALIDATE_KEYS, resolve_validation) as (run, trainer, policy, _):
+    with _trained(request, VALIDATE_KEYS, resolve_validation) as (run, trainer, policy, origin):
         check_data(run, policy, "val")
+        _say(origin)
         metrics = trainer.validate(policy, run.build("data", "val"))
     if trainer.is_main:
         print("\n".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items())))
@@ -88,11 +109,11 @@ def evaluate(request: argparse.Namespace) -> None:
     from .config import resolve_evaluation
 
     with _trained(request, EVAL_KEYS, resolve_evaluation) as (run, trainer, policy, origin):
-        if trainer.is_main:
-            print(f"{origin}  device {trainer.device.name}  precision {trainer.precision.name}", flush=True)
+        _say(origin)
         _report(trainer.evaluate(policy, run.build("eval", "env"), **run.evaluation), trainer)
 
 
+@_alone
 def checkpoints(request: argparse.Namespace) -> None:
     """List the checkpoints of a run, every file of them verified.
 
@@ -117,6 +138,7 @@ def checkpoints(request: argparse.Namespace) -> None:
         )
 
 
+@_alone
 def schema(request: argparse.Namespace) -> None:
     """Print the JSON schema of a run file."""
     from .schema import schema
@@ -124,6 +146,7 @@ def schema(request: argparse.Namespace) -> None:
     print(json.dumps(schema(), indent=2))
 
 
+@_alone
 def completion(request: argparse.Namespace) -> None:
     """Print the completion of a shell."""
     from .completion import script
@@ -131,6 +154,7 @@ def completion(request: argparse.Namespace) -> None:
     print(script(request.shell), end="")
 
 
+@_alone
 def doctor(request: argparse.Namespace) -> None:
     """Print what this machine offers."""
     from .doctor import main_text
@@ -139,7 +163,7 @@ def doctor(request: argparse.Namespace) -> None:
 
 
 class _Trained(NamedTuple):
-    """A checkpoint's policy with the rest of its run; ``origin`` says whose weights it has."""
+    """A checkpoint's policy with the rest of its run; ``origin`` says whose weights it has, and where they compute."""
 
     run: RunRecipe
     trainer: Trainer
@@ -178,7 +202,9 @@ def _trained(
             verify=False,  # done
         )
         step = manifest["counters"]["step"]
-        yield _Trained(run, trainer, policy, f"checkpoint {checkpoint}  step {step}  weights {request.weights}")
+        weights = f"checkpoint {checkpoint}  step {step}  weights {request.weights}"
+        place = f"device {trainer.device.name}  precision {trainer.precision.name}"
+        yield _Trained(run, trainer, policy, f"{weights}  {place}")
 
 
 def _whole_policy(run: RunRecipe, trainer: Trainer) -> nn.Module:
@@ -189,8 +215,14 @@ def _whole_policy(run: RunRecipe, trainer: Trainer) -> nn.Module:
     return load(where, device=trainer.device, precision=trainer.precision, policy=_policy(run), verify=False)
 
 
+def _say(text: str) -> None:
+    if prints():
+        print(text, flush=True)
+
+
 def _warn(text: str) -> None:
-    print(text, file=sys.stderr)
+    if prints():
+        print(text, file=sys.stderr)
 
 
 def _read(files: Sequence[str | Path], keys: Sequence[tuple[str, str]]) -> RunConfig:
@@ -198,7 +230,7 @@ def _read(files: Sequence[str | Path], keys: Sequence[tuple[str, str]]) -> RunCo
     from .config import read_run
 
     config = read_run(files, keys)
-    for text in dict.fromkeys(notice.text for notice in config.notices) if os.environ.get("RANK", "0") == "0" else ():
+    for text in dict.fromkeys(notice.text for notice in config.notices):
         _warn(f"note: {text}")
     return config
 
@@ -210,18 +242,36 @@ def _configured(request: argparse.Namespace) -> Iterator[RunRecipe]:
 
     if request.changes and request.resume is None:
         raise ConfigError("--changes is for a run that is gone on with.\nLeave it out, or give --resume, too.")
-    config = _read(_files(request), request.keys)
+    files = _files(request)
+    config = _read(files, request.keys)
+    if not request.files:
+        config = _where_it_is(config, files[0].parent)
     if request.audit:
         config = _with_audit(config)
     with config.importable():
         yield resolve(config)
 
 
+def _where_it_is(config: RunConfig, folder: Path) -> RunConfig:
+    """The run with the folder that its file is in for a ``run_dir``, if the file names another and nobody else one."""
+    mark, trainer = config.marks.get(("trainer", "run_dir")), config.values.get("trainer")
+    said = trainer.get("run_dir") if isinstance(trainer, dict) else None
+    if mark is None or not mark.line or not isinstance(said, str) or Path(said).resolve() == folder.resolve():
+        return config
+    _warn(f"note: {folder} was moved or copied from run_dir {said}; the run goes on in {folder}")
+    return replace(config, values={**config.values, "trainer": {**trainer, "run_dir": str(folder)}})
+
+
 def _trainable(run: RunRecipe, resume: str | None = None) -> tuple[Trainer, nn.Module]:
     """The trainer and the policy of a run, with all refused that can be known before its data is made."""
     from .early import check_resumable, check_trainable
 
-    trainer = _seeded_trainer(run)
+    try:
+        trainer = _seeded_trainer(run)
+    except DistributedError as error:
+        if resume is not None and world_size(probe()) == 1:
+            error.add_note("The run goes on in this one process, too: --trainer.distributed=auto")
+        raise
     check_resumable(resume, run.config.values["trainer"]["run_dir"])
     policy = _policy(run)
     check_trainable(run, policy)

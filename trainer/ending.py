@@ -53,6 +53,7 @@ def fail_with_others(run: Run) -> NoReturn:
     words = None if run.failure is None else in_words(run.failure)
     errors = run.distribution.gather(words, "the end of a run that failed")
     error = run.failure or _failure_of_another(run, errors)
+    run.forget_failures()
     if None in errors:
         run_all((partial(_save_after_failure, run),), error)
     # Else rank 0 tells it.

@@ -82,6 +82,10 @@ class TrainingData(ABC):
         self._running = self._windows(epoch, start)
         return self._running
 
+    def window_start(self, index: int) -> int:
+        """The number of the first micro-batch of the window of micro-batch ``index`` of an epoch."""
+        return index // self._accumulate * self._accumulate
+
     def window_end(self, index: int) -> int:
         """The number after the last micro-batch of the window of micro-batch ``index`` of an epoch."""
         end = (index // self._accumulate + 1) * self._accumulate

@@ -111,6 +111,8 @@ def _stand_in(run: Run) -> None:
         with nullcontext() if index == end - 1 else ranks.accumulating(module):
             ranks.contribute_nothing(module, lambda: _loss_again(run))
     place.index, place.phase, place.window = end - 1, Phase.AFTER, run.updater.applied
+    run.counters.micro_batches += end - run.counters.batch_in_epoch
+    run.counters.batch_in_epoch = end
     run.updater.apply_failed()
 
 

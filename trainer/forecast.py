@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ def forecast(run: RunRecipe, trainer: Trainer, policy: nn.Module, *, build_data:
         return made[-1]
 
     plan = trainer.dry_run(policy, optimizer=run.maker("optimizer") and make, schedule=run.maker("schedule"))
-    data = _data(run, trainer, policy) if build_data else None
+    data = _data(run, trainer, policy) if build_data and trainer.is_main else None  # the ranks have parted
     Forecast(run, trainer, policy, made or adapt(policy).optimizers()[0], data).add_to(plan)
     return plan
 
@@ -159,13 +159,16 @@ class Forecast:
         plan.add("validation", "", when if has_data else "none", "" if has_data else "there is no data for it")
 
     def _memory(self, plan: Plan) -> None:
-        plan.add("memory", "", *self.memory.words(), **asdict(self.memory), total=self.memory.total)
+        ranks = self.trainer.distribution
+        memory = self.memory(ranks.local)
+        total, parts = memory.words()
+        each = " on each rank" if ranks.world_size > 1 else ""
+        plan.add("memory", "", f"{total}{each}", parts, **asdict(memory), total=memory.total)
 
-    @property
-    def memory(self) -> Memory:
-        """What weights, gradients and optimizer state take on the device."""
+    def memory(self, part: Callable[[Tensor], Tensor]) -> Memory:
+        """What weights, gradients and optimizer state take, of each tensor the part that is asked for."""
         averages = any(isinstance(callback, EMA) for callback in self.trainer.callbacks)
-        return memory_of(self.policy, self.optimizers, averages=averages)
+        return memory_of(self.policy, self.optimizers, averages=averages, part=part)
 
     def _checkpoints(self, plan: Plan) -> None:
         saver = next((callback for callback in self.trainer.callbacks if isinstance(callback, Checkpoint)), None)
@@ -180,7 +183,7 @@ class Forecast:
         kept += f", and each at a multiple of {saver.keep_every:,}" if saver.keep_every else ""
         kept += ", and the best" if saver.monitor else ""
         total = "" if count is None else f": {count:,} in all"
-        each = self.memory.checkpoint
+        each = self.memory(lambda whole: whole).checkpoint
         about = "of unknown size" if each is None else f"about {size(each)} each"
         chosen = " and ".join([*when, *others, "at the end"])
         plan.add("checkpoints", "", f"{chosen}{total}", f"{about}; {kept}", count=count, bytes_each=each)

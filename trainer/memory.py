@@ -57,13 +57,23 @@ class Memory:
         return f"{least}{size(self.total)}", f"{', '.join(parts)}; activations and batches come on top"
 
 
-def memory_of(policy: nn.Module, optimizers: Sequence[optim.Optimizer], *, averages: bool) -> Memory:
-    """That of a policy and its optimizers; with ``averages`` EMA keeps another copy of what trains."""
-    trainable = _bytes(p for p in policy.parameters() if p.requires_grad)
-    states = [_state(optimizer) for optimizer in optimizers]
+def memory_of(
+    policy: nn.Module,
+    optimizers: Sequence[optim.Optimizer],
+    *,
+    averages: bool,
+    part: Callable[[Tensor], Tensor] = lambda whole: whole,
+) -> Memory:
+    """That of a policy and its optimizers; with ``averages`` EMA keeps another copy of what trains.
+
+    Args:
+        part: Gives of each tensor what is counted, such as the shard of a rank.
+    """
+    trainable = _bytes(part(p) for p in policy.parameters() if p.requires_grad)
+    states = [_state(optimizer, part) for optimizer in optimizers]
     return Memory(
-        parameters=_bytes(policy.parameters()),
-        buffers=_bytes(policy.buffers()),
+        parameters=_bytes(map(part, policy.parameters())),
+        buffers=_bytes(map(part, policy.buffers())),
         gradients=trainable,
         optimizer=None if None in states else sum(state or 0 for state in states),
         average=trainable if averages else 0,
@@ -78,11 +88,11 @@ def size(count: int) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
-def _state(optimizer: optim.Optimizer) -> int | None:
+def _state(optimizer: optim.Optimizer, part: Callable[[Tensor], Tensor]) -> int | None:
     tensors = _TENSORS.get(type(optimizer))
-    return (
-        None if tensors is None else sum(tensors(group) * _bytes(group["params"]) for group in optimizer.param_groups)
-    )
+    if tensors is None:
+        return None
+    return sum(tensors(group) * _bytes(map(part, group["params"])) for group in optimizer.param_groups)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

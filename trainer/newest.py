@@ -57,8 +57,9 @@ def newest_checkpoint(run_or_checkpoint: Path, warn: Callable[[str], None], *, v
             step = _verified_step(folder, verify)
         except CheckpointError as error:
             reasons.append(str(error).splitlines()[0])
-            warn(f"{reasons[-1]} The newest whole checkpoint is used instead.")
         else:
+            for reason in reasons:
+                warn(f"{reason} The newest whole checkpoint is used instead.")
             if wanted is None:
                 _tell_of_older_last(checkpoints, folder, step, warn)
             return folder

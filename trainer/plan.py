@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..strategies.formats import Support
 from .epochs import TrainingData
-from .schedule import Schedule
+from .schedule import Schedule, WarmupCosine
 from .settings import Settings
 
 
@@ -91,6 +91,26 @@ def rates(optimizer: Optimizer) -> str:
 def schedule_words(schedules: Sequence[Schedule]) -> str:
     """The schedules, and what each counts."""
     return ", ".join(f"{type(s.scheduler).__name__} by {s.interval}" for s in schedules) or "none"
+
+
+def schedule_notes(schedules: Sequence[Schedule], max_steps: int | None) -> list[str]:
+    """A remark on each ``WarmupCosine`` that is at its floor before the run ends."""
+    notes = []
+    for schedule in schedules:
+        curve, frequency = schedule.scheduler, schedule.frequency
+        if max_steps is None or schedule.interval != "step" or type(curve) is not WarmupCosine:
+            continue
+        end = max(curve.total_steps, curve.warmup_steps + 1) * frequency
+        if end < max_steps:
+            floors = dict.fromkeys(f"{float(rate) * curve.min_factor:.4g}" for rate in curve.base_lrs)
+            total = -(-max_steps // frequency)
+            notes.append(
+                f"WarmupCosine is at its end at step {end:,} of {max_steps:,}: from step {end + 1:,} on the learning "
+                f"rate stays at {' and '.join(floors)}. For a curve as long as the run give it total_steps={total}, in "
+                "a run file as schedule.init_args.total_steps; at a resume also changes='schedule', on the command "
+                f"line --changes=schedule --schedule.total_steps={total}"
+            )
+    return notes
 
 
 def data_words(data: TrainingData, settings: Settings) -> str:

@@ -20,7 +20,7 @@ from .describe import class_of
 from .fused import prepare_optimizer
 from .movers import Movers, make_movers, unmoved
 from .optimizer import OptimizerFactory, trainable
-from .plan import Plan, data_words, rates, schedule_words, tf32_word
+from .plan import Plan, data_words, rates, schedule_notes, schedule_words, tf32_word
 from .policy import PolicyAdapter, adapt
 from .process import choose_threads
 from .resolve import Choices
@@ -163,6 +163,7 @@ def _assemble(
     reasons = [movers.origin, *filter(None, map(rates, movers.optimizers))]
     plan.add("optimizer", "", ", ".join(forms), "; ".join(reasons))
     plan.add("schedule", "", schedule_words(movers.schedules))
+    plan.notes += schedule_notes(movers.schedules, settings.max_steps)
     return movers, threads
 
 

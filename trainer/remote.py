@@ -162,10 +162,11 @@ class RemoteRun:
                         shutil.rmtree(temporary, ignore_errors=True)
                         reason = str(error).splitlines()[0]
                         reasons.append(reason.replace(str(temporary), f"{self.url}/checkpoints/{name}"))
-                        warn(f"{reasons[-1]} The newest whole checkpoint is used instead.")
                         continue
                 publish(temporary, folder)
                 if not every:
+                    for reason in reasons:
+                        warn(f"{reason} The newest whole checkpoint is used instead.")
                     return folder
         if every and names:
             return into

@@ -284,6 +284,16 @@ class Run:
         if self.place.meeting:
             self.distribution.excuse(error)
 
+    def forget_failures(self) -> None:
+        """Put the counters where they were before the windows that came to nothing, so that no sample is left out."""
+        counters, failures = self.counters, self.updater.failures
+        end = counters.batch_in_epoch
+        for _ in range(failures):
+            counters.batch_in_epoch = self.data.window_start(counters.batch_in_epoch - 1)
+        counters.micro_batches -= end - counters.batch_in_epoch
+        counters.skipped -= failures
+        counters.skipped_in_a_row -= failures
+
     # Beginning and end ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -61,7 +61,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
             "policy": class_path(run.policy),
             "movers": run.movers,
             "settings": changes.plain_settings(run),
-            "exact": exact and not run.updater.agreement.failed,  # else data and draws went into windows of no effect
+            "exact": exact and not run.updater.failures,  # in those windows random streams have moved on
         },
         model=model,
         policy_config=policy_config(run.policy),
@@ -115,7 +115,8 @@ def save(
     folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
 
     ranks = run.distribution
-    temporary = on_main(ranks, partial(begin, folder)) if ranks.saves_shards else None
+    place = "save_checkpoint(), which rank 0 writes"
+    temporary = on_main(ranks, partial(begin, folder), place) if ranks.saves_shards else None
 
     def write(captured: CheckpointState) -> None:
         if temporary is not None:
@@ -143,9 +144,9 @@ def save(
             run.saver.save(captured, write_and_finish)
     elif ranks.saves_shards:
         write(captured)
-        on_main(ranks, finish)
+        on_main(ranks, finish, place)
     else:
-        on_main(ranks, partial(write_and_finish, captured))
+        on_main(ranks, partial(write_and_finish, captured), place)
     return folder
 
 
@@ -219,7 +220,10 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
         run.streams = {**capture_streams(run.device), **run.streams}
         report.changed.append(f"device was {before} and is now {now}")
         report.reset.append("the device's random stream, so it is not bit for bit the same run")
-    inexact = "it was saved after an error, inside a window perhaps, so this is not bit for bit the run that was begun"
+    inexact = (
+        "it was saved after an error, when random streams, running statistics or a window had moved on, so this is not "
+        "bit for bit the run that was begun"
+    )
     return [
         f"resumed from {checkpoint} at step {counters.step}",
         *([] if manifest.get("exact", True) else [inexact]),

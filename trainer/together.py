@@ -14,7 +14,7 @@ from .pieces import Pieces, in_memory
 T = TypeVar("T")
 
 
-def on_main(ranks: DistributionStrategy, action: Callable[[], T]) -> T:
+def on_main(ranks: DistributionStrategy, action: Callable[[], T], place: str = "the start of the run") -> T:
     """What ``action`` gives on rank 0, where alone it is called, on all ranks; its error is raised on all."""
     if ranks.world_size == 1:
         return action()
@@ -24,7 +24,7 @@ def on_main(ranks: DistributionStrategy, action: Callable[[], T]) -> T:
             outcome = (action(), None)
         except Exception as error:  # raised again below, on all ranks
             outcome = (None, error)
-    value, failure = ranks.broadcast(outcome, "what rank 0 does for all")
+    value, failure = ranks.broadcast(outcome, place)
     if failure is not None:
         raise failure
     return value  # type: ignore[no-any-return]

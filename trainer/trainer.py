@@ -58,7 +58,7 @@ class Trainer(RunView):
             of lightning-fabric.
         grad_scaler: Settings of fp16's loss scale, a ``GradScalerConfig`` or its fields.
         tf32: On (True) or off (False) where the device has it; ``None`` leaves torch's switches alone.
-        distributed: "auto" or "none": one process. Others come with a later release.
+        distributed: "auto" (what was launched), "none", "ddp", "fsdp", or a strategy such as ``FSDP(shard=8)``.
         compile: Compile the policy with ``torch.compile``.
         max_steps: Updates that land; ``None`` for no limit. With neither limit a run is one epoch.
         max_epochs: Passes over the data; ``None`` for no limit.
@@ -358,7 +358,7 @@ class Trainer(RunView):
         Raises:
             CheckpointError: It failed.
         """
-        on_main(self.distribution, self._active.saver.wait)
+        on_main(self.distribution, self._active.saver.wait, "the end of a save")
 
     def checkpoints(self) -> list[Path]:
         """The whole checkpoints of the run, oldest first."""
@@ -385,9 +385,19 @@ class Trainer(RunView):
         optimizer: OptimizerFactory | None = None,
         schedule: ScheduleFactory | None = None,
     ) -> Plan:
-        """The plan of a run with this policy, as far as it goes without data; moves the policy to its device."""
+        """The plan of a run with this policy, as far as it goes without data; moves the policy to its device.
+
+        Under a launcher it is called on every rank, and the policy is prepared as for a run of all of them.
+        """
         self._plan = self._new_plan()
-        dry_run(self, policy, optimizer, schedule, self._settings, self._choices)
+        self.device.setup()
+        self.distribution.setup(self.device.device)
+        try:
+            dry_run(self, policy, optimizer, schedule, self._settings, self._choices)
+        except BaseException as error:
+            self._leave_ranks(error)
+            raise
+        self.distribution.teardown()
         return self._plan
 
     def validate(self, policy: nn.Module, val_data: Any = None) -> dict[str, float]:

@@ -73,6 +73,8 @@ class Updater:
         self.agreement = Agreement(self._distribution, mailbox)
         #: Updates tried so far, whether settled or not; and whether an error broke one off that ranks had agreed on.
         self.applied, self.half_applied = 0, False
+        #: Updates that came to nothing because a rank had failed; they are the last ones of a run.
+        self.failures = 0
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
         self.losses: dict[int, Tensor] = {}
         # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
@@ -245,7 +247,10 @@ class Updater:
     def _settle(self, outcome: Outcome) -> None:
         lr = self.optimizers[0].param_groups[0]["lr"]
         self.lr = lr.clone() if isinstance(lr, Tensor) else lr  # a schedule changes a tensor in place
-        self._outcome = outcome
+        if outcome.reason == "failed":
+            self.failures += 1
+        else:
+            self._outcome = outcome
         if outcome.landed:
             self._counters.step += 1
             self._counters.skipped_in_a_row = 0

@@ -685,11 +685,19 @@ def test_damaged_newest_is_reported_and_the_newest_whole_one_used(tmp_path: Path
         assert len(warnings) == 2
         assert "002000: pretrained_model/model.safetensors is damaged" in warnings[0]
         assert "001500 is not a whole checkpoint" in warnings[1]
+        assert all(text.endswith(" The newest whole checkpoint is used instead.") for text in warnings)
     assert [path.name for path in whole_checkpoints(checkpoints)] == ["000500", "001000", "002000"]
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         newest_checkpoint(checkpoints / "002000", unexpected)
     with pytest.raises(CheckpointError, match="001500 is not a whole checkpoint"):
         newest_checkpoint(checkpoints / "001500", unexpected)
+
+
+def test_only_checkpoint_that_is_damaged_is_no_reason_to_speak_of_another(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints" / "000500", make_state(500))
+    (folder / "pretrained_model/model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"There is no whole checkpoint in .*\n.*model\.safetensors is damaged"):
+        newest_checkpoint(tmp_path, unexpected)
 
 
 def test_last_means_what_it_leads_to_and_the_run_its_newest(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -446,6 +448,58 @@ def test_a_run_goes_on_from_its_folder_alone(cli: Cli) -> None:
     ]
 
 
+@pytest.mark.parametrize("move", [shutil.copytree, shutil.move])
+@pytest.mark.parametrize("resume", ["--resume=runs/moved", "--resume=runs/moved/checkpoints/000002", "--resume"])
+def test_a_run_that_was_moved_or_copied_goes_on_where_it_is(cli: Cli, move: Any, resume: str) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml")[0] == 0
+    Path("runs").mkdir()
+    move("done", "runs/moved")
+    code, _, err = cli("fit", resume, "--trainer.max_steps=3")
+    assert code == 0
+    assert "note: runs/moved was moved or copied from run_dir done; the run goes on in runs/moved\n" in err
+    assert Path("runs/moved/checkpoints/000003").is_dir()
+    assert not Path("done/checkpoints/000003").exists()
+    assert Path("done").exists() == (move is shutil.copytree)
+    code, _, err = cli("fit", resume, "--trainer.max_steps=4")  # its config.yaml names the new place by now
+    assert (code, "was moved" in err) == (0, False)
+
+
+def test_a_folder_that_is_named_is_that_of_a_moved_run(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml")[0] == 0
+    Path("done").rename("moved")
+    code, _, err = cli("fit", "--resume=moved", "--trainer.max_steps=3", "--trainer.run_dir=branch")
+    assert (code, "was moved" in err) == (0, False)
+    assert Path("branch/checkpoints/000003").is_dir()
+    assert not Path("moved/checkpoints/000003").exists()
+
+
+def test_a_run_that_outlasts_its_curve_is_told_so_and_the_remedy_works(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN.replace("1e-3", "0.5") + "schedule: {class_path: policyfit.WarmupCosine}\n")
+    assert "WarmupCosine is at its end" not in cli("plan", "run.yaml", "--trainer.max_steps=4")[1]
+    assert cli("fit", "run.yaml", "--trainer.max_steps=4")[0] == 0
+    more = ["--resume=done", "--trainer.max_steps=8", "--trainer.log_every=1"]
+    note = (
+        "WarmupCosine is at its end at step 4 of 8: from step 5 on the learning rate stays at 0. For a curve as long as "
+        "the run give it total_steps=8, in a run file as schedule.init_args.total_steps; at a resume also "
+        "changes='schedule', on the command line --changes=schedule --schedule.total_steps=8"
+    )
+    shutil.copytree("done", "flat")
+    assert f"note: {note}\n" in cli("plan", "done/config.yaml", "--trainer.max_steps=8")[1]
+    assert cli("fit", "--resume=flat", *more[1:])[0] == 0
+    assert note in json.loads(Path("flat/plan.json").read_text())["notes"]
+    assert _rates("flat") == [0.0, 0.0, 0.0, 0.0]
+    assert cli("fit", *more, "--changes=schedule", "--schedule.total_steps=8")[0] == 0
+    assert "is at its end" not in Path("done/plan.json").read_text()
+    assert _rates("done") == pytest.approx([0.25 * (1 + math.cos(math.pi * step / 8)) for step in (4, 5, 6, 7)])
+
+
+def _rates(run: str) -> list[float]:
+    records = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [record["lr"] for record in records if "lr" in record and record["step"] > 4]
+
+
 def test_fit_evaluates_in_the_environment_of_its_file(cli: Cli) -> None:
     Path("run.yaml").write_text(RUN + "eval: {env: cli_parts.Env, episodes: 3, seed: 5}\n")
     code, out, _ = cli("fit", "run.yaml")
@@ -539,10 +593,14 @@ def test_validate_prints_the_metrics_of_the_run_s_own_data_and_the_command_line_
         expected = float(policy(torch.stack([torch.ones(2) * i / 16 for i in range(16)])))
     code, out, err = cli("validate", "done/checkpoints/last")
     assert (code, err) == (0, "")
-    name, value = out.split()
+    what, metric = out.splitlines()
+    assert what == "checkpoint done/checkpoints/000002  step 2  weights raw  device cpu  precision no"
+    name, value = metric.split()
     assert name == "val/loss"
     assert float(value) == pytest.approx(expected, rel=1e-5)
-    in_bf16 = float(cli("validate", "done", "--precision=bf16")[1].split()[1])
+    what, metric = cli("validate", "done", "--precision=bf16")[1].splitlines()
+    assert what.endswith("device cpu  precision bf16")
+    in_bf16 = float(metric.split()[1])
     assert in_bf16 == pytest.approx(expected, rel=2e-2)
     assert in_bf16 != float(value)
     code, _, err = cli("validate", "done", "--device=cuda:99")

@@ -280,7 +280,12 @@ def test_damaged_copy_is_passed_over_and_told(tmp_path: Path, url: str) -> None:
     fs.pipe_file(file, bytes(held))
     trainer = fit(tmp_path / "second", None, 6, resume=url)
     assert trainer.resumed_step == 4
-    assert f"{url}/checkpoints/000005: pretrained_model/model.safetensors is damaged" in trainer.plan.notes[0]
+    note = trainer.plan.notes[0]
+    assert f"{url}/checkpoints/000005: pretrained_model/model.safetensors is damaged" in note
+    assert note.endswith(" The newest whole checkpoint is used instead.")
+    fs.rm(f"{root}/checkpoints/000004", recursive=True)
+    with pytest.raises(CheckpointError, match=r"There is no whole checkpoint at .*\n.*model\.safetensors is damaged"):
+        RemoteRun(url).download(tmp_path / "third", pytest.fail)
 
 
 def test_checkpoint_without_manifest_is_none(tmp_path: Path, url: str) -> None:

@@ -184,8 +184,9 @@ def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path,
     ranks = run(failed_in_a_window_of_three, str(tmp_path), distributed, limit_s=60.0)
     assert "so all ended after update 3: RuntimeError: only on this rank" in ranks[0]["text"]
     saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
-    assert saved.manifest["counters"]["step"] == 1
-    assert saved.manifest["exact"] is False  # the windows that came to nothing used up data
+    found = {name: saved.manifest["counters"][name] for name in ("step", "skipped", "batch_in_epoch", "micro_batches")}
+    assert found == {"step": 1, "skipped": 0, "batch_in_epoch": 3, "micro_batches": 3}  # nothing is left out
+    assert saved.manifest["exact"] is False  # random streams went on in the windows that came to nothing
     assert saved.scaler is not None
     assert saved.scaler["scale"] == 256.0  # a failure says nothing about the scale
 
@@ -195,8 +196,12 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
     texts = [rank["text"] for rank in ranks]
     assert sum("the disk of this rank is gone" in text for text in texts) == 2
     assert sorted(rank["error"] for rank in ranks) == ["DistributedError", "RuntimeError"]
-    steps = run(job, str(tmp_path), "ddp", {"steps": 12, "resume": "last"})
-    assert [rank["step"] for rank in steps] == [12, 12]
+    mended = run(job, str(tmp_path), "ddp", {"steps": 12, "resume": "last"})
+    assert "note: it was saved after an error" in mended[0]["plan"]
+    straight = run(job, str(tmp_path / "straight"), "ddp", {"steps": 12})
+    same(weights(mended[0]), weights(straight[0]))  # this policy draws nothing, and no sample was left out
+    for after, all_of_them in zip(mended, straight, strict=True):
+        assert after["ids"] == all_of_them["ids"][-len(after["ids"]) :]
 
 
 def test_error_in_a_sharded_forward_ends_all_in_time_with_its_words(tmp_path: Path) -> None:
@@ -565,3 +570,20 @@ def test_failure_with_data_of_unknown_length_waits_for_nobody(tmp_path: Path) ->
     first, second = run(unsized, str(tmp_path), limit_s=40.0)
     assert second == "only on this rank"
     assert "only on this rank" in first
+
+
+def replayed(folder: str) -> list[Any]:
+    from ranks import Events
+
+    from policyfit import OverflowReport
+
+    events = Events("overflow")
+    train(f"{folder}/run", "ddp", steps=6, poisoned=(3, 17), extra=[OverflowReport(replay=True), events])
+    return events.messages
+
+
+def test_replay_under_ddp_does_not_clear_the_batch_of_another_rank(tmp_path: Path) -> None:
+    first, second = run(replayed, str(tmp_path))
+    assert first[0].startswith("the loss of rank 1 was inf or NaN")
+    assert first[0].endswith("; rank 0, which tells this, computes no batch of another once more")
+    assert "it began in the loss itself" in second[0]

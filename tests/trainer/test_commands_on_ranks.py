@@ -1,0 +1,82 @@
+"""The commands under a launcher: what each rank does, and that rank 0 alone prints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run
+from ranks import Policy
+from run_parts import Said, policyfit
+
+RUN = """\
+policy: ranks.Policy
+data: {train: ranks.Samples, val: ranks.Samples}
+trainer: {device: cpu, batch_size: 4, accumulate: 2, max_steps: 3, seed: 3, run_dir: done}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}
+"""
+WEIGHTS = sum(p.numel() * 4 for p in Policy().parameters())
+BLOCK = 12 * 12 + 12
+
+
+def commands(folder: str, *each: list[str]) -> list[Said]:
+    os.chdir(folder)
+    return [policyfit(*words) for words in each]
+
+
+def _of_ranks(folder: Path, *each: list[str]) -> Any:
+    (folder / "run.yaml").write_text(RUN)
+    return run(commands, str(folder), *each)
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_a_plan_is_that_of_all_ranks_and_rank_0_alone_prints_it(tmp_path: Path, distributed: str) -> None:
+    plan = ["plan", "run.yaml", f"--trainer.distributed={distributed}"]
+    first, second = _of_ranks(tmp_path, plan, [*plan, "--json", "--with-data"])
+    assert [(said.code, said.out, said.err) for said in second] == [(0, "", "")] * 2
+    assert [(said.code, said.err) for said in first] == [(0, "")] * 2
+    assert "16 samples an update: 2 micro-batches of 4 on 2 processes" in first[0].out
+    found = json.loads(first[1].out)
+    assert found["distribution"]["chosen"] == distributed
+    assert found["batch"]["numbers"] == {"per_rank": 4, "accumulate": 2, "ranks": 2, "global": 16}
+    assert found["epoch"]["numbers"] == {"samples": 44, "micro_batches": 6, "updates": 3}
+    assert found["memory"]["chosen"].endswith(" kB on each rank")
+    here = WEIGHTS
+    if distributed == "fsdp":  # of an odd number of rows rank 0 has one more
+        here = 4 * (6 * 6 + 6 + 2 * BLOCK // 2 + 2 * 12 + 2)
+    numbers = found["memory"]["numbers"]
+    assert (numbers["parameters"], numbers["gradients"], numbers["optimizer"]) == (here, here, 2 * here)
+    assert found["checkpoints"]["numbers"]["bytes_each"] == 3 * WEIGHTS
+
+
+def test_a_plan_that_is_refused_ends_on_every_rank_and_leaves_the_others(tmp_path: Path) -> None:
+    sharded = ["plan", "run.yaml", "--trainer.distributed=fsdp", "--policy=run_parts.Policy"]  # without units
+    for refused, planned in _of_ranks(tmp_path, sharded, ["plan", "run.yaml"]):
+        assert (refused.code, planned.code) == (2, 0)
+
+
+def test_what_is_measured_and_what_needs_no_other_rank_is_printed_by_rank_0(tmp_path: Path) -> None:
+    alone = [["doctor"], ["schema"], ["completion", "bash"], ["checkpoints", "done"], ["fit", "--resume=done"]]
+    alone[-1].append("--print_config")
+    measured = ["validate", "done"]
+    first, second = _of_ranks(tmp_path, ["fit", "run.yaml"], measured, *alone)
+    assert [said.code for said in first + second] == [0] * 14
+    assert [said.out for said in second] == [""] * 7
+    assert all(said.out for said in first[1:])
+    line, *metrics = first[1].out.splitlines()
+    assert line == "checkpoint done/checkpoints/000003  step 3  weights raw  device cpu  precision no"
+    assert [words.split()[0] for words in metrics] == ["val/error", "val/loss"]
+
+
+def test_a_sharded_run_goes_on_in_one_process_as_its_refusal_says(tmp_path: Path) -> None:
+    _of_ranks(tmp_path, ["fit", "run.yaml", "--trainer.distributed={class_path: policyfit.FSDP}"])
+    more = ["--resume=done", "--trainer.max_steps=4"]
+    refused = policyfit("fit", *more)
+    assert refused.code == 2
+    assert "The run goes on in this one process, too: --trainer.distributed=auto" in refused.err
+    assert policyfit("fit", *more, "--trainer.distributed=auto").code == 0
+    assert Path("done/checkpoints/000004").is_dir()
+    assert "--trainer.distributed=auto" not in policyfit("plan", "run.yaml", "--trainer.distributed=fsdp").err
