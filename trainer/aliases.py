@@ -40,6 +40,14 @@ class Refused(NamedTuple):
     harmless: tuple[Any, ...] = (None,)
 
 
+def argument_meant(word: str) -> str | None:
+    """What a word of another tool means that is given to ``Trainer(...)`` in Python, as a sentence."""
+    taken, refused = TAKEN.get(f"trainer.{word}") or TAKEN.get(word), REFUSED.get(f"trainer.{word}")
+    if taken and taken.key.startswith("trainer."):
+        return f"It is {taken.origin}'s word for {taken.key.removeprefix('trainer.')}."
+    return f"It is {refused.origin}'s. Write, in the words of a run file: {refused.instead}." if refused else None
+
+
 def _micro_batches(value: Any) -> Any:
     return MicroBatches(value) if type(value) is int else value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .strict_yaml import KeyPath
@@ -26,6 +26,13 @@ def nested_specs(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[s
         yield from nested_specs(inner, (*path, key))
         if isinstance(inner, Mapping) and "class_path" in inner:
             yield (*path, key), inner
+
+
+def last_named(message: str, specs: Iterable[tuple[KeyPath, Mapping[str, Any]]]) -> KeyPath | None:
+    """Where the last of the classes stands whose name is in the message."""
+    words = re.findall(r"\w+", message)
+    named = [path for path, spec in specs if str(spec["class_path"]).rpartition(".")[2] in words]
+    return named[-1] if named else None
 
 
 def _words(value: Any) -> set[str]:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from ..strategies.errors import ConfigError, DistributedError, PolicyfitError, in_words
 from . import commands
 from .aliases import FILE_OPTIONS
+from .requested import prints
 
 EXAMPLES = """\
 examples:
@@ -85,7 +86,7 @@ def _run(arguments: list[str]) -> int:
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
         code = error.exit_code if isinstance(error, PolicyfitError) else 1
-        if not commands.prints() and _is_told_by_rank_0(error, code):
+        if not prints() and _is_told_by_rank_0(error, code):
             time.sleep(_PATIENCE_S)  # a launcher ends all at the first that ends, and rank 0 is to say it before
         else:
             _show(error, known=known)
@@ -207,7 +208,7 @@ def _split(
         if takes_keys and option in FILE_OPTIONS:
             file = text if given else next(rest, "")
             own.append(_no_file(option) if file.startswith("-") or not file else file)
-            if commands.prints():
+            if prints():
                 print(f"note: {option} is {FILE_OPTIONS[option]}'s; the file alone is enough", file=sys.stderr)
             continue
         if option == "--":
@@ -231,7 +232,9 @@ def _split(
             raise ConfigError(f"{option} is not an option. {advice}")
         value = text if given else next(rest, "--")
         if value.startswith("--") and not given:
-            raise ConfigError(f"{option} needs a value: {option}=VALUE.")
+            is_key = "." in option or option.removeprefix("--") in commands.EVAL_KEYS
+            what = "needs" if is_key else f"is none of the options {', '.join(options)}; a key of the run needs"
+            raise ConfigError(f"{option} {what} a value: {option}=VALUE.")
         keys.append((option.removeprefix("--"), value))
     return own, keys
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..strategies.errors import CheckpointError, ConfigError, DistributedError
 from ..strategies.facts import probe, world_size
+from .requested import config_of, configured, prints, read, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,11 +24,6 @@ if TYPE_CHECKING:
 #: The options of ``validate`` and of ``eval`` that stand in place of a key of the run.
 VALIDATE_KEYS = {"device": "device", "precision": "precision", "tf32": "tf32"}
 EVAL_KEYS = {**VALIDATE_KEYS, "env": "eval.env", "episodes": "eval.episodes", "seed": "eval.seed"}
-
-
-def prints() -> bool:
-    """Whether this process is the one to print, as its launcher says: before ranks meet they know no more."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _alone(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
@@ -46,7 +39,7 @@ def _alone(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.
 
 def fit(request: argparse.Namespace) -> None:
     """Train, and evaluate where the run names an environment."""
-    with _configured(request) as run:
+    with configured(request) as run:
         trainer, policy = _trainable(run, request.resume)
         env = run.build("eval", "env")  # a mistake in it is to be known before data is recorded and hours of training
         with ExitStack() as unused:
@@ -75,7 +68,7 @@ def plan(request: argparse.Namespace) -> None:
     """Print what would run, and why."""
     from .forecast import forecast
 
-    with _configured(request) as run:
+    with configured(request) as run:
         trainer, policy = _trainable(run)
         plan = forecast(run, trainer, policy, build_data=request.with_data)
     if trainer.is_main:
@@ -87,7 +80,7 @@ def print_config(request: argparse.Namespace) -> None:
     """Print the run as resolved; nothing is built."""
     from .strict_yaml import write
 
-    with _configured(request) as run:
+    with configured(request) as run:
         print(write(run.config.values), end="")
 
 
@@ -124,7 +117,7 @@ def checkpoints(request: argparse.Namespace) -> None:
     from .listing import list_checkpoints
     from .remote import local
 
-    with local(request.run_dir, _warn, every=True) as run_dir:
+    with local(request.run_dir, warn, every=True) as run_dir:
         found = list_checkpoints(run_dir)
     if not found:
         raise ConfigError(f"There is no checkpoint in {request.run_dir}.\nGive a run's folder, such as runs/NAME.")
@@ -182,15 +175,15 @@ def _trained(
     from .remote import local
 
     with ExitStack() as stack:
-        where = stack.enter_context(local(request.checkpoint, _warn))
-        config_file = _config_of(where)
+        where = stack.enter_context(local(request.checkpoint, warn))
+        config_file = config_of(where)
         verify = not request.no_verify
-        checkpoint = newest_checkpoint(where, _warn, verify=verify)
+        checkpoint = newest_checkpoint(where, warn, verify=verify)
         # The device that the run was on, not what its "auto" would choose here: never another one in silence.
         manifest = read_manifest(checkpoint)
         given = {"device": manifest["device"]}
         given |= {name: text for name in keys if (text := getattr(request, name)) is not None}
-        config = _read([config_file], [(keys[name], text) for name, text in given.items()])
+        config = read([config_file], [(keys[name], text) for name, text in given.items()])
         stack.enter_context(config.importable())
         run = resolve(config)
         trainer = _seeded_trainer(run)
@@ -220,48 +213,6 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _warn(text: str) -> None:
-    if prints():
-        print(text, file=sys.stderr)
-
-
-def _read(files: Sequence[str | Path], keys: Sequence[tuple[str, str]]) -> RunConfig:
-    """The run of files and command line; words of other tools in it are said, one a line."""
-    from .config import read_run
-
-    config = read_run(files, keys)
-    for text in dict.fromkeys(notice.text for notice in config.notices):
-        _warn(f"note: {text}")
-    return config
-
-
-@contextmanager
-def _configured(request: argparse.Namespace) -> Iterator[RunRecipe]:
-    """The run that files and command line say, checked as a whole; while this is open, its modules can be imported."""
-    from .config import resolve
-
-    if request.changes and request.resume is None:
-        raise ConfigError("--changes is for a run that is gone on with.\nLeave it out, or give --resume, too.")
-    files = _files(request)
-    config = _read(files, request.keys)
-    if not request.files:
-        config = _where_it_is(config, files[0].parent)
-    if request.audit:
-        config = _with_audit(config)
-    with config.importable():
-        yield resolve(config)
-
-
-def _where_it_is(config: RunConfig, folder: Path) -> RunConfig:
-    """The run with the folder that its file is in for a ``run_dir``, if the file names another and nobody else one."""
-    mark, trainer = config.marks.get(("trainer", "run_dir")), config.values.get("trainer")
-    said = trainer.get("run_dir") if isinstance(trainer, dict) else None
-    if mark is None or not mark.line or not isinstance(said, str) or Path(said).resolve() == folder.resolve():
-        return config
-    _warn(f"note: {folder} was moved or copied from run_dir {said}; the run goes on in {folder}")
-    return replace(config, values={**config.values, "trainer": {**trainer, "run_dir": str(folder)}})
-
-
 def _trainable(run: RunRecipe, resume: str | None = None) -> tuple[Trainer, nn.Module]:
     """The trainer and the policy of a run, with all refused that can be known before its data is made."""
     from .early import check_resumable, check_trainable
@@ -276,19 +227,6 @@ def _trainable(run: RunRecipe, resume: str | None = None) -> tuple[Trainer, nn.M
     policy = _policy(run)
     check_trainable(run, policy)
     return trainer, policy
-
-
-def _with_audit(config: RunConfig) -> RunConfig:
-    """The run with ``PrecisionAudit`` among its callbacks; one that has it already, or is faulty there, as it is."""
-    audit = {"class_path": "policyfit.PrecisionAudit"}
-    trainer = config.values.get("trainer") or {}
-    callbacks = (trainer.get("callbacks") or []) if isinstance(trainer, dict) else None
-    if not isinstance(callbacks, list):
-        return config
-    named = [str(c["class_path"]) for c in callbacks if isinstance(c, dict) and "class_path" in c]
-    if "PrecisionAudit" in (name.rpartition(".")[2] for name in named):
-        return config
-    return replace(config, values={**config.values, "trainer": {**trainer, "callbacks": [*callbacks, audit]}})
 
 
 def _seeded_trainer(run: RunRecipe) -> Trainer:
@@ -321,24 +259,3 @@ def _report(report: RolloutReport, trainer: Trainer, file: Path | None = None) -
     print(report.summary())
     if file is not None:
         file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-
-
-def _files(request: argparse.Namespace) -> list[Path]:
-    """The run files; a run that is gone on with brings its own."""
-    from .remote import is_url
-    from .run_dir import newest_run
-
-    if request.files:
-        return [Path(file) for file in request.files]
-    if request.resume in (None, "auto") or is_url(request.resume):
-        raise ConfigError("fit needs a run file: policyfit fit RUN.yaml.")
-    return [_config_of(newest_run() if request.resume == "last" else Path(request.resume))]
-
-
-def _config_of(path: Path) -> Path:
-    """The ``config.yaml`` of a run, given its folder or one of its checkpoints."""
-    for folder in (path, path.resolve().parent.parent):
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    found = "does not exist" if not path.exists() else "is a file" if path.is_file() else "is no run's folder"
-    raise ConfigError(f"{path} {found}, so there is no config.yaml.\nGive a run's folder, or RUN_DIR/checkpoints/STEP.")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from .cli import parsers
 from .config import Evaluation
 from .hints import Parameter, choices, parameters
-from .layers import SHORT
+from .layers import PLACES, SHORT
 from .schema import EXAMPLES
+from .strict_yaml import dotted
 from .trainer import Trainer
 
 SCRIPT = """\
@@ -31,13 +32,15 @@ SCRIPT = """\
         esac
     elif [ "$COMP_CWORD" = 1 ]; then
         offers="{commands}"
+    elif [ "${{COMP_WORDS[1]}}" = completion ] && [ "${{word#-}}" = "$word" ]; then
+        offers="{shells}"
     elif [ "${{word#-}}" != "$word" ]; then
         case "${{COMP_WORDS[1]}}" in
 {options}
         esac
     fi
     COMPREPLY=($(compgen -P "$prefix" -W "$offers" -- "$word"))
-    case "${{COMPREPLY[0]}}" in *=) type compopt >/dev/null 2>&1 && compopt -o nospace 2>/dev/null ;; esac
+    case "${{COMPREPLY[0]}}" in *[=.]) type compopt >/dev/null 2>&1 && compopt -o nospace 2>/dev/null ;; esac
 }}
 complete -o default -F _policyfit policyfit
 """
@@ -53,15 +56,17 @@ def script(shell: str) -> str:
     values = {f"--{key}": " ".join(_values(key, parameter)) for key, parameter in keys.items()} | {
         "--weights": "raw ema"
     }
+    named = [f"{dotted(place)}.{end}" for place in PLACES for end in ("class_path=", "init_args.")]
     options = {}
     for name, command in commands.items():
         own = [option for option in command._option_string_actions if option.startswith("--")]
         takes_keys = command.get_default("takes_keys")
-        options[name] = " ".join([*own, *(f"--{key}=" for key in keys if takes_keys)])
+        options[name] = " ".join([*own, *(f"--{key}" for key in [*(f"{key}=" for key in keys), *named] if takes_keys)])
     return SCRIPT.format(
         shell=shell,
         setup=SETUP[shell],
         commands=" ".join(commands),
+        shells=" ".join(SETUP),
         values=_cases({option: words for option, words in values.items() if words}),
         options=_cases(options),
     )

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..strategies.checks import seed_number, whole
 from ..strategies.errors import ConfigError
 from .hints import parameters
-from .imports import nearest
+from .imports import full_name, nearest
 from .layers import PLACES, SECTIONS, RunConfig, read_run
 from .recipe import LISTS, Recipe, Slot, bind, name_of, read_recipe, unknown_key
 from .resolve import check_words, plain_precision
@@ -115,6 +115,11 @@ def resolve(config: RunConfig) -> RunRecipe:
     from .trainer import Trainer
 
     values = _sections(config)
+    for place in LISTS:
+        given = values[place[0]].get(place[1])
+        if not (given is None or isinstance(given, list)):
+            advice = f"Put a single one in a list, too, or write {dotted(place)}+."
+            raise config.fault(place, f"{dotted(place)} must be a list, got {given!r}.\n{advice}")
     loggers = values["trainer"].get("loggers")
     if isinstance(loggers, list):  # of any class with what a run calls, so that no hint says that text is a path
         values["trainer"]["loggers"] = [{"class_path": item} if isinstance(item, str) else item for item in loggers]
@@ -134,11 +139,12 @@ def resolve(config: RunConfig) -> RunRecipe:
         spec = section.get(key)
         if spec is not None:
             recipes[path] = read_recipe(path, spec, slot, config.fault, fill if path == ("schedule",) else {})
-            section[key] = {**spec, "init_args": recipes[path].values}
+            section[key] = {**spec, "class_path": full_name(spec["class_path"]), "init_args": recipes[path].values}
     if ("policy",) in recipes:
         _refuse_two_devices(config, recipes[("policy",)])
     else:
-        raise ConfigError("The section policy is missing: a run needs policy: {class_path: module.Class}.")
+        message = "The section policy is missing: a run needs policy: {class_path: module.Class}."
+        raise config.fault(("policy",), message)
     if values["eval"]:
         values["eval"] = _evaluation(config, values["eval"])
     said = {key: value for key, value in values.items() if value not in (None, {})}

@@ -41,7 +41,6 @@ class Place:
 
     batch: Any = None
     index: int = 0
-    closes: bool = False
     phase: Phase = Phase.BEFORE
     #: Updates tried when the window of the micro-batch began.
     window: int = -1
@@ -50,9 +49,9 @@ class Place:
     #: Updates tried at the last time when it was asked whether ranks meet.
     asked: int = 0
 
-    def enter(self, batch: Any, index: int, *, closes: bool, window: int) -> None:
+    def enter(self, batch: Any, index: int, window: int) -> None:
         """A micro-batch was drawn."""
-        self.batch, self.index, self.closes, self.window, self.phase = batch, index, closes, window, Phase.BEFORE
+        self.batch, self.index, self.window, self.phase = batch, index, window, Phase.BEFORE
 
     @property
     def next_index(self) -> int:
@@ -84,8 +83,9 @@ def end_together(run: Run, error: Exception) -> None:
                 _stand_in(run)
         place.meeting = True
         told = ranks.excuse(error)
-    except Exception as second:  # the others have ended
-        error.add_note(f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
+    except Exception as second:
+        if not ranks.is_lost(second):  # else the others have ended, by this same error perhaps
+            error.add_note(f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
         told = False
     if not told:
         error.of_this_rank = True  # type: ignore[attr-defined]

@@ -32,6 +32,10 @@ from typing import (
 
 from torch import Tensor
 
+from ..strategies.errors import ConfigError
+from .aliases import argument_meant
+from .imports import nearest
+
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
@@ -90,18 +94,27 @@ def parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
 def none_is_default(function: F) -> F:
     """The function, for which None means in Python what null means in a run file: the default, where it is no value.
 
-    Its signature must say all that it takes.
+    Its signature must say all that it takes. Another name is refused with the one that is meant, as in a run file.
     """
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         known = parameters(function)
+        for name in kwargs:
+            if name not in known:
+                raise _no_argument(function, name, [other for other in known if other != "self"])
         filled = {name: p.default for name, p in known.items() if not (p.required or p.takes_null)}
         placed = [filled.get(name) if value is None else value for name, value in zip(known, args, strict=False)]
         named = {name: filled.get(name) if value is None else value for name, value in kwargs.items()}
         return function(*placed, *args[len(placed) :], **named)
 
     return cast(F, called)
+
+
+def _no_argument(function: Callable[..., Any], name: str, known: list[str]) -> ConfigError:
+    owner, near = function.__qualname__.removesuffix(".__init__"), nearest(name, known)
+    advice = f"Did you mean {near}?" if near else f"Valid here: {', '.join(known)}."
+    return ConfigError(f"{owner} has no argument {name}.\n{argument_meant(name) or advice}")
 
 
 def _plain_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None:
@@ -175,6 +188,17 @@ def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Argume
         except ValueError:  # a hint that it cannot check, such as a TypeVar: the class itself has to
             parser.add_argument(f"--{name}", type=Any)
     return parser, parser.parse_object(typed, env=False)
+
+
+def misfit(target: Callable[..., Any], values: Mapping[str, Any]) -> Exception | None:
+    """Why jsonargparse does not take the values; ``None`` where it does."""
+    from jsonargparse import ArgumentError
+
+    try:
+        parse(target, values)
+    except (ArgumentError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def instantiate(target: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

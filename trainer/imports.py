@@ -23,11 +23,30 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return names[near[0]] if near else None
 
 
-def import_named(path: KeyPath, name: Any, fault: Fault) -> Any:
-    """What ``module.Class`` names: a class or a function."""
+def _policyfit() -> Any:
+    return importlib.import_module(__package__.partition(".")[0])
+
+
+def full_name(name: Any) -> Any:
+    """The path of a class; policyfit's own may be named without it."""
+    own = _policyfit()
+    return f"{own.__name__}.{name}" if name in own.__all__ else name
+
+
+def own_classes(accepts: Callable[[type], bool]) -> list[str]:
+    """The names of policyfit's own classes that may stand at a place."""
+    named = [(name, getattr(_policyfit(), name)) for name in _policyfit().__all__]
+    return [name for name, found in named if isinstance(found, type) and accepts(found)]
+
+
+def import_named(path: KeyPath, name: Any, fault: Fault, accepts: Callable[[type], bool] = lambda found: False) -> Any:
+    """What ``module.Class`` names: a class or a function. ``accepts`` says what may be meant by another name."""
+    name = full_name(name)
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise fault(path, f"{dotted(path)} must be written module.Class, as torch.optim.AdamW is, got {name!r}.")
+        near = nearest(str(name), own_classes(accepts))
+        hint = f" Did you mean {near}?" if near else ""
+        raise fault(path, f"{dotted(path)} must be written module.Class, as torch.optim.AdamW is, got {name!r}.{hint}")
     found, rest = _import_module(path, parts, fault)
     for part in rest:
         if not hasattr(found, part):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ..strategies.errors import ConfigError
 from . import strict_yaml
 from .aliases import TAKEN, MicroBatches
+from .imports import full_name
 from .recipe import LISTS, SPEC_KEYS
 from .strict_yaml import KeyPath, Mark, dotted
 from .translate import Notice, notice, real_key, translate, twice
@@ -44,8 +45,9 @@ class RunConfig:
         """The error for a key, with the place of the innermost key on the way to it that was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.marks:
-                return ConfigError(f"{self.marks[path[:length]]}: {message}")
-        return ConfigError(message)
+                return ConfigError(f"{(mark := self.marks[path[:length]])}: {message}{mark.variable}")
+        files = dict.fromkeys(mark.file for mark in self.marks.values())
+        return ConfigError(f"{', '.join(files)}: {message}" if files else message)
 
     @contextmanager
     def importable(self) -> Iterator[None]:
@@ -249,4 +251,4 @@ def _paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _same_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return "class_path" not in new or new["class_path"] == old.get("class_path")
+    return "class_path" not in new or full_name(new["class_path"]) == full_name(old.get("class_path"))

@@ -32,7 +32,7 @@ def _train(run: Run) -> None:
     while not run.done:
         for batch, index, divisor, closes in run.begin_epoch():
             weight = 1.0 / divisor
-            place.enter(batch, index, closes=closes, window=updater.applied)
+            place.enter(batch, index, updater.applied)
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
             place.phase = Phase.COMPUTING

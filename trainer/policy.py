@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import signature
+from numbers import Number
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -307,7 +308,7 @@ def checked_loss(loss: Any, policy: nn.Module, method: str) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"{type(policy).__name__}.{method} must give a loss, a scalar tensor, or (loss, metrics); "
-            f"got {type(loss).__name__}.\nDo not call .item() or float() on it: that drops the gradient."
+            f"got {type(loss).__name__}.\n{_loss_meant(loss)}"
         )
     if loss.dim():
         raise ConfigError(
@@ -315,3 +316,11 @@ def checked_loss(loss: Any, policy: nn.Module, method: str) -> Tensor:
             "Reduce it, for instance with loss.mean()."
         )
     return loss
+
+
+def _loss_meant(found: object) -> str:
+    if isinstance(found, Number):
+        return "Do not call .item() or float() on it: that drops the gradient."
+    if isinstance(found, Mapping):
+        return "Return the loss before the dict, for instance (output['loss'], {})."
+    return "Return the tensor that is to become small."

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 from ..strategies.errors import ConfigError, PolicyfitError
 from . import hints
 from .aliases import REFUSED
-from .blame import culprit, nested_specs
+from .blame import culprit, last_named, nested_specs
 from .hints import parameters
-from .imports import FAILURES, Fault, import_named, nearest
+from .imports import FAILURES, Fault, full_name, import_named, nearest, own_classes
 from .resolve import NO_PRECISION
 from .strict_yaml import FLOAT, KeyPath, dotted
 
+CLASS_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)+"
 SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 LISTS = (("trainer", "callbacks"), ("trainer", "loggers"))  # which begin empty where nobody names one
+FILLED = {("schedule", "init_args", "total_steps"): "trainer.max_steps"}  # what need not be written beside what
 
 
 class Slot(NamedTuple):
@@ -97,7 +99,10 @@ class Recipe:
         key = re.match(r"(?:\w+\.)*(?P<name>\w+)(?:\[(?P<item>\d+)\])?", message)
         message = re.sub(r"\bNone\b", "null", message)
         item: KeyPath = (int(key["item"]),) if key and key["item"] else ()
-        at = (*self.arguments, key["name"], *item) if key and key["name"] in self.values else self.path
+        if key and key["name"] in self.values:
+            at = (*self.arguments, key["name"], *item)
+        else:
+            at = last_named(message, nested_specs(self.values, self.arguments)) or self.path
         known = self.path == self.arguments or message.startswith(dotted(self.path))
         return str(self.fault(at, message if known else f"{dotted(self.path)}: {message}"))
 
@@ -113,8 +118,8 @@ def read_recipe(path: KeyPath, spec: Any, slot: Slot, fault: Fault, fill: Mappin
     """
     spec = {"class_path": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping) or "class_path" not in spec:
-        raise _no_class(path, slot.kind, spec, fault)
-    target = import_named((*path, "class_path"), spec["class_path"], fault)
+        raise _no_class(path, slot, spec, fault)
+    target = import_named((*path, "class_path"), spec["class_path"], fault, slot.accepts)
     known = list(parameters(target))[slot.given :]
     for key in spec:
         if key not in SPEC_KEYS:
@@ -153,12 +158,16 @@ def bind(
     )
 
 
-def _no_class(path: KeyPath, kind: str, spec: Any, fault: Fault) -> ConfigError:
+def _no_class(path: KeyPath, slot: Slot, spec: Any, fault: Fault) -> ConfigError:
     """The error for what names no class, at the first key in it that only a class could take."""
     arguments = [key for key in spec if key not in SPEC_KEYS] if isinstance(spec, Mapping) else []
+    for key in arguments:
+        if isinstance(spec[key], str) and nearest(str(key), ["class_path"]):
+            return unknown_key((*path, key), SPEC_KEYS, fault)
+    near = nearest(spec, own_classes(slot.accepts)) if isinstance(spec, str) else None
     inside = f"{arguments[0]}: ..." if arguments else "..."
-    form = f"Write {{class_path: module.Class, init_args: {{{inside}}}}}."
-    return fault((*path, *arguments[:1]), f"{dotted(path)} must name {kind}, got {spec!r}.\n{form}")
+    form = f"Did you mean {near}?" if near else f"Write {{class_path: module.Class, init_args: {{{inside}}}}}."
+    return fault((*path, *arguments[:1]), f"{dotted(path)} must name {slot.kind}, got {spec!r}.\n{form}")
 
 
 def unknown_key(path: KeyPath, known: Iterable[str], fault: Fault, advice: str = "") -> ConfigError:
@@ -212,14 +221,15 @@ def _check(
     for name, parameter in known.items():
         if parameter.required and name not in checked and not partial:
             found = "is empty" if name in values else "is missing"
-            needed = f"{name_of(target)} needs it ({hints.words(parameter.options)})."
-            raise fault((*path, name), f"{dotted((*path, name))} {found}: {needed}")
+            here, needed = (*path, name), f"{name_of(target)} needs it ({hints.words(parameter.options)})."
+            instead = f"Set {FILLED[here]}, or write" if here in FILLED else "Write"
+            raise fault(here, f"{dotted(here)} {found}: {needed}\n{instead} {dotted(here)}.")
     _check_types(path, target, checked, fault)
     return checked
 
 
 def _value(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) -> Any:
-    if isinstance(value, str) and hints.takes_a_class(options) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
+    if isinstance(value, str) and hints.takes_a_class(options) and re.fullmatch(CLASS_PATH, full_name(value)):
         value = {"class_path": value}
     settings_alone = all(is_dataclass(option) for option in options if option is not NoneType)
     if settings_alone and not (value is None or isinstance(value, Mapping)):  # jsonargparse would build with it
@@ -237,7 +247,7 @@ def _value(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Fault) ->
             settings.build()  # which checks them
             return settings.values
     if hints.classes(options) and not hints.takes_keys(options):
-        raise _no_class(path, _kind(hints.classes(options)), value, fault)
+        raise _no_class(path, _slot(options), value, fault)
     inside = hints.item_options(options, 1)
     return {key: _value((*path, key), inside, item, fault) for key, item in value.items()}
 
@@ -265,38 +275,42 @@ def _wrong_type(path: KeyPath, options: tuple[Any, ...], value: Any, fault: Faul
     return fault(path, f"{dotted(path)} must be {hints.words(options)}, got {value!r}.{advice}")
 
 
-def _kind(classes: Iterable[type]) -> str:
-    return " or ".join(f"a {option.__name__}" for option in classes)
+def _slot(options: tuple[Any, ...]) -> Slot:
+    """The place of an argument that is an object."""
+    classes = hints.classes(options)
+    kind = " or ".join(f"a {option.__name__}" for option in classes) or ANYTHING.kind
+    if not classes or any(getattr(option, "_is_protocol", False) for option in classes) or Any in options:
+        return Slot(kind, ANYTHING.accepts)
+    return Slot(kind, lambda found: issubclass(found, classes))
 
 
 def _nested(path: KeyPath, options: tuple[Any, ...], spec: Mapping[str, Any], fault: Fault) -> dict[str, Any] | str:
     """The spec of an object that is an argument of another; of a function that is meant itself, its path."""
+    spec = {**spec, "class_path": full_name(spec["class_path"])}
     if hints.takes_a_maker(options):
         target = import_named((*path, "class_path"), spec["class_path"], fault)
         if not isinstance(target, type) and set(spec) == {"class_path"}:
             return str(spec["class_path"])
         arguments = _mapping(path, "init_args", spec, fault)
         return {**spec, "init_args": _check((*path, "init_args"), target, arguments, fault, partial=True)}
-    classes, slot = hints.classes(options), ANYTHING
-    if classes and not any(getattr(option, "_is_protocol", False) for option in classes) and Any not in options:
-        slot = Slot(_kind(classes), lambda found: issubclass(found, classes))
-    return {**spec, "init_args": read_recipe(path, spec, slot, fault).values}
+    return {**spec, "init_args": read_recipe(path, spec, _slot(options), fault).values}
 
 
 def _check_types(path: KeyPath, target: Any, values: Mapping[str, Any], fault: Fault) -> None:
     if hints.as_they_are(target, values):
         return
-    from jsonargparse import ArgumentError
-
-    try:
-        hints.parse(target, values)
-    except (ArgumentError, TypeError, ValueError) as error:
+    error = hints.misfit(target, values)
+    if error is not None:
         if len(values) > 1:
             for name, value in values.items():
                 _check_types(path, target, {name: value}, fault)
         (name, value), *_ = values.items()
-        at = (*path, name)
+        at, members = (*path, name), parameters(target)[name].options
+        inside = hints.item_options(members, 0)
+        for position, item in enumerate(value if isinstance(value, list) and hints.takes_a_class(inside) else ()):
+            if not isinstance(item, Mapping) and hints.misfit(target, {name: [item]}) is not None:
+                raise _no_class((*at, position), _slot(inside), item, fault) from error
         missing = re.search(r"arguments are required: (\w+)", str(error))
         if missing:
             raise fault(at, f"{dotted((*at, 'init_args', missing[1]))} is missing.") from error
-        raise _wrong_type(at, parameters(target)[name].options, value, fault) from error
+        raise _wrong_type(at, members, value, fault) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -95,6 +96,11 @@ def find_origin(
     """
 
     def find() -> Path | None:
+        if not isinstance(resume, str | PathLike | None) or (resume == "latest" and not Path(resume).exists()):
+            raise ConfigError(
+                f"resume must be 'last', 'auto' or the path of a run or a checkpoint, got {resume!r}.\n"
+                "Use 'last' for the newest checkpoint, or None for a new run."
+            )
         if resume == "auto":
             if run_dir is None:
                 raise ConfigError("resume='auto' looks for the run in its folder, so it needs one.\nGive run_dir.")

@@ -91,12 +91,13 @@ def schema() -> Schema:
 
 def _class() -> Schema:
     """A class named by its path, or with its arguments; those of policyfit and some of torch are checked."""
-    path = {"type": "string", "pattern": rf"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$|{VARIABLE['pattern']}"}
+    own = "|".join(_short(name) for name in _known() if _short(name) != name)
+    path = {"type": "string", "pattern": rf"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)+|{own})$|{VARIABLE['pattern']}"}
     named = _object({"class_path": path, "init_args": {}, "dict_kwargs": {"type": ["object", "null"]}})
     named |= {"type": "object", "required": ["class_path"]}
     named["allOf"] = [
         {
-            "if": {"properties": {"class_path": {"enum": [name]}}},
+            "if": {"properties": {"class_path": {"enum": list(dict.fromkeys([name, _short(name)]))}}},
             "then": {"properties": {"init_args": _any_of([_arguments(target), NULL])}},
         }
         for name, target in _known().items()
@@ -109,6 +110,11 @@ def _known() -> dict[str, type]:
     built_in = [found for name, found in vars(callbacks).items() if name in callbacks.__all__ and name != "Callback"]
     own = {f"policyfit.{found.__name__}": found for found in (*built_in, FP16, BF16, WarmupCosine)}
     return own | {f"torch.optim.{found.__name__}": found for found in (Adam, AdamW, SGD)}
+
+
+def _short(name: str) -> str:
+    """policyfit's own classes may be named without their module."""
+    return name.removeprefix("policyfit.")
 
 
 def _arguments(target: type) -> Schema:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..strategies.errors import ConfigError
 from .interpolation import escape, fill_in
+from .not_yaml import syntax_message
 
 KeyPath = tuple[str | int, ...]
 
@@ -30,16 +31,16 @@ CONSTANTS: dict[str, bool | float | None] = {
 }
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+DIGITS = ", or the number in plain decimal digits"
+#: A word, what else than text it could be, and how that is written.
 TWO_MEANINGS = (
-    (re.compile(r"[-+]?0o[0-7]+|[-+]?0[xX][0-9a-fA-F]+|[-+]?0[bB][01]+"), "a number that is not decimal"),
-    (re.compile(r"[-+]?0[0-9_]+(\.[0-9_]*)?([eE][-+]?[0-9]+)?"), "a number with leading zeros"),
-    (re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?"), "a number with underscores"),
-    (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?"), "a time, or a number to the base 60"),
-    (re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?"), "a date"),
-    (
-        re.compile(r"[-+]?(inf|infinity|nan)", re.IGNORECASE),
-        "a word or a number (which is written .inf or .nan)",
-    ),
+    (re.compile(r"[-+]?0o[0-7]+|[-+]?0[xX][0-9a-fA-F]+|[-+]?0[bB][01]+"), "a number that is not decimal", DIGITS),
+    (re.compile(r"[-+]?0[0-9_]+(\.[0-9_]*)?([eE][-+]?[0-9]+)?"), "a number with leading zeros", DIGITS),
+    (re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?"), "a number with underscores", DIGITS),
+    (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?"), "a time, or a number to the base 60", DIGITS),
+    (re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?"), "a date", ""),
+    (re.compile(r"[-+]?(inf|infinity)", re.IGNORECASE), "a number", ", or .inf or -.inf for the number"),
+    (re.compile(r"[-+]?nan", re.IGNORECASE), "a number", ", or .nan for what is no number"),
 )
 LONGEST_NUMBER = 300  # characters; int() of a much longer one is slow and then refused by Python
 DEEPEST = 100  # levels; the readers recurse
@@ -49,11 +50,15 @@ LARGEST_DOCUMENT = 100_000  # values; aliases of aliases grow exponentially
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a run file, or on the command line (where ``line`` is 0)."""
+    """A place in a run file, or on the command line (where ``line`` is 0).
+
+    ``variable`` is a line that says so where a variable of the environment is in the value.
+    """
 
     file: str
     line: int = 0
     column: int = 0
+    variable: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
@@ -85,7 +90,8 @@ def read_file(path: str | Path) -> Document:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; a YAML file was expected.\nCheck the path.") from None
+        advice = f"To set a key write --{path}." if re.match(r"[\w.]+\+?=", str(path)) else "Check the path."
+        raise ConfigError(f"{path} does not exist; a YAML file was expected.\n{advice}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.\nCheck the path and its permissions.") from error
     if len(content) > LARGEST_FILE:
@@ -121,7 +127,7 @@ def read_text(text: str, name: str) -> Document:
                 raise ConfigError(f"{_mark(event, name)}: tags ({event.tag}) are not supported.\nLeave it out.")
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(_syntax_message(error, text, name)) from error
+        raise ConfigError(syntax_message(error, text, name)) from error
     except yaml.reader.ReaderError as error:
         place, found = _mark_after(text[: error.position], name), chr(error.character)
         raise ConfigError(f"{place}: the character {found!r} is not allowed in YAML text.\nRemove it.") from error
@@ -180,12 +186,9 @@ def scalar(text: str) -> str | int | float | bool | None:
             if math.isinf(number):
                 raise ValueError(f"{text} is too large for a floating-point number.")
             return number
-        for pattern, meaning in TWO_MEANINGS:
+        for pattern, meaning, other in TWO_MEANINGS:
             if pattern.fullmatch(text):
-                raise ValueError(
-                    f"{text} could be text or {meaning}.\n"
-                    f'Write "{text}" in quotes for the text, or the number in plain decimal digits.'
-                )
+                raise ValueError(f'{text} could be text or {meaning}.\nWrite "{text}" in quotes for the text{other}.')
     return text
 
 
@@ -246,14 +249,14 @@ class _Builder:
             if (*path, other) in self.marks:
                 first = self.marks[(*path, other)]
                 raise self._error(key_node, f"the key {key!r} is written twice; it first stands at {first}.\nKeep one.")
-            self.marks[(*path, key)] = _mark(key_node, self.name)
+            self.marks[(*path, key)] = _mark(key_node, self.name, value_node)
             mapping[key] = self.value(value_node, (*path, key))
         return mapping
 
     def _list(self, node: Any, path: KeyPath) -> list[Any]:
         items = []
         for index, item in enumerate(node.value):
-            self.marks[(*path, index)] = _mark(item, self.name)
+            self.marks[(*path, index)] = _mark(item, self.name, item)
             items.append(self.value(item, (*path, index)))
         return items
 
@@ -280,21 +283,13 @@ def _plain(node: Any) -> bool:
     return node.id == "scalar" and node.style is None
 
 
-def _mark(node: Any, name: str) -> Mark:
-    return Mark(name, node.start_mark.line + 1, node.start_mark.column + 1)
+def _mark(node: Any, name: str, value: Any = None) -> Mark:
+    """The place of a node; ``value`` is the one that is written there."""
+    variable = value is not None and value.id == "scalar" and "${env:" in value.value
+    said = f"\nThe value is what {value.value} gave." if variable else ""
+    return Mark(name, node.start_mark.line + 1, node.start_mark.column + 1, said)
 
 
 def _mark_after(text: str, name: str) -> Mark:
     """The place of what comes after ``text``."""
     return Mark(name, text.count("\n") + 1, len(text) - text.rfind("\n"))
-
-
-def _syntax_message(error: Any, text: str, name: str) -> str:
-    mark = error.problem_mark or error.context_mark
-    place = Mark(name, mark.line + 1, mark.column + 1) if mark else Mark(name)
-    line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
-    what = ", ".join(part for part in (error.context, error.problem) if part)
-    advice = "\nIndent with spaces: YAML does not allow tabs there." if "\t" in line else ""
-    if mark and line[max(0, mark.column - 1) : mark.column + 1] == "${":
-        advice = "\nWithin [ ] and { } put ${...} in double quotes."
-    return f"{place}: this is not YAML: {what}.{advice}"

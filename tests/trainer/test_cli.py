@@ -243,8 +243,8 @@ IN_THE_FILE: list[tuple[str, str]] = [
         _with("seed: 3", "non_finite: skp"),
         "must be 'skip' or 'raise' or 'off', got 'skp'. Did you mean 'skip'?",
     ),
-    (_with("seed: 3", "callbacks: {}"), "trainer.callbacks must be Iterable[Callback], got {}."),
-    (_with("seed: 3", "callbacks: [ReLU]"), "trainer.callbacks must be Iterable[Callback]"),
+    (_with("seed: 3", "callbacks: {}"), "trainer.callbacks must be a list, got {}."),
+    (_with("seed: 3", "callbacks: [ReLU]"), "run.yaml:6:15: trainer.callbacks[0] must name a Callback, got 'ReLU'."),
     (_with("seed: 3", "callbacks: [torch.nn.ReLU]"), "trainer.callbacks[0] must be a Callback, but torch.nn"),
     (
         _with("seed: 3", "callbacks: [{class_path: torch.nn.ReLU}]"),
@@ -457,12 +457,12 @@ def test_a_run_that_was_moved_or_copied_goes_on_where_it_is(cli: Cli, move: Any,
     move("done", "runs/moved")
     code, _, err = cli("fit", resume, "--trainer.max_steps=3")
     assert code == 0
-    assert "note: runs/moved was moved or copied from run_dir done; the run goes on in runs/moved\n" in err
+    assert "moved/config.yaml says run_dir: done, but the run is in " in err
     assert Path("runs/moved/checkpoints/000003").is_dir()
     assert not Path("done/checkpoints/000003").exists()
     assert Path("done").exists() == (move is shutil.copytree)
     code, _, err = cli("fit", resume, "--trainer.max_steps=4")  # its config.yaml names the new place by now
-    assert (code, "was moved" in err) == (0, False)
+    assert (code, err) == (0, "")
 
 
 def test_a_folder_that_is_named_is_that_of_a_moved_run(cli: Cli) -> None:
@@ -470,7 +470,7 @@ def test_a_folder_that_is_named_is_that_of_a_moved_run(cli: Cli) -> None:
     assert cli("fit", "run.yaml")[0] == 0
     Path("done").rename("moved")
     code, _, err = cli("fit", "--resume=moved", "--trainer.max_steps=3", "--trainer.run_dir=branch")
-    assert (code, "was moved" in err) == (0, False)
+    assert (code, err) == (0, "")
     assert Path("branch/checkpoints/000003").is_dir()
     assert not Path("moved/checkpoints/000003").exists()
 
@@ -481,8 +481,8 @@ def test_a_run_that_outlasts_its_curve_is_told_so_and_the_remedy_works(cli: Cli)
     assert cli("fit", "run.yaml", "--trainer.max_steps=4")[0] == 0
     more = ["--resume=done", "--trainer.max_steps=8", "--trainer.log_every=1"]
     note = (
-        "WarmupCosine is at its end at step 4 of 8: from step 5 on the learning rate stays at 0. For a curve as long as "
-        "the run give it total_steps=8, in a run file as schedule.init_args.total_steps; at a resume also "
+        "WarmupCosine is at its end at step 4 of 8: from step 5 on the learning rate stays at 0. For a curve as long "
+        "as the run give it total_steps=8, in a run file as schedule.init_args.total_steps; at a resume also "
         "changes='schedule', on the command line --changes=schedule --schedule.total_steps=8"
     )
     shutil.copytree("done", "flat")

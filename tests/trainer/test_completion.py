@@ -40,6 +40,10 @@ def _offered(*words: str) -> list[str]:
         (["policyfit", "eval", "runs/x", "--w"], ["--weights"]),
         (["policyfit", "eval", "runs/x", "--weights", "=", "e"], ["ema"]),
         (["policyfit", "fit", "ru"], []),
+        (["policyfit", "fit", "run.yaml", "--policy."], ["--policy.class_path=", "--policy.init_args."]),
+        (["policyfit", "plan", "--optimizer.c"], ["--optimizer.class_path="]),
+        (["policyfit", "completion", ""], ["bash", "zsh"]),
+        (["policyfit", "completion", "--de"], ["--debug"]),
         (["policyfit", "checkpoints", "--trainer"], []),
     ],
 )

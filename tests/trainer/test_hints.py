@@ -14,6 +14,7 @@ from run_parts import Placed, Policy
 from torch import nn
 
 from policyfit import EMA, FP16, Checkpoint, GradScalerConfig, Trainer, WarmupCosine
+from policyfit.strategies.errors import ConfigError
 from policyfit.trainer import hints
 from policyfit.trainer.hints import OrDefault, Parameter, as_they_are, none_is_default, parameters
 
@@ -93,7 +94,7 @@ def test_none_is_the_default_where_it_is_no_value() -> None:
     nothing: Any = None
     assert filled(1) == filled(1, None, place=None) == (1, "a", "here", 3, None)
     assert filled(nothing, "b", limit=None, seed=None) == (None, "b", "here", None, None)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+    with pytest.raises(ConfigError, match=r"^filled has no argument sed\.\nDid you mean seed\?$"):
         filled(1, sed=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments but 3 were given"):
         filled(1, None, None)  # type: ignore[call-arg]

@@ -65,9 +65,15 @@ def test_metrics_of_a_plain_policy_reach_the_records_and_the_loss_stays_the_loss
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda loss: loss.item(), r"Giving\.forward must give a loss, a scalar tensor.*got float"),
-        (lambda loss: None, "got NoneType"),
-        (lambda loss: {"loss": loss}, "got dict"),
+        (
+            lambda loss: loss.item(),
+            r"Giving\.forward must give a loss, a scalar.*got float\.\nDo not call \.item\(\)",
+        ),
+        (lambda loss: None, r"got NoneType\.\nReturn the tensor that is to become small\.$"),
+        (
+            lambda loss: {"loss": loss},
+            r"got dict\.\nReturn the loss before the dict, for instance \(output\['los",
+        ),
         (lambda loss: loss.expand(4), r"must give a scalar loss, got shape \(4,\)"),
         (lambda loss: (loss, loss), "with metrics a dict; got Tensor"),
         (lambda loss: (loss, {"wide": loss.expand(2)}), r"train/wide.*got shape \(2,\)"),

@@ -340,3 +340,9 @@ def test_overrides_at_a_resume_are_those_of_the_class_of_the_run() -> None:
     assert "policy.init_args.anythin is not a valid key. Did you mean policy.init_args.anything?" in said.err
     assert policyfit("fit", "--resume=done", "--policy.anything=4", "--trainer.max_steps=3").code == 0
     assert "anything: 4" in Path("done/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("resume", [True, False, 3, "latest"])
+def test_what_names_no_run_is_refused_with_the_word_for_the_newest(resume: Any) -> None:
+    with pytest.raises(ConfigError, match=r"resume must be .*\nUse 'last' for the newest checkpoint"):
+        Trainer("cpu").fit(Tempered(), Augmented(), resume=resume)

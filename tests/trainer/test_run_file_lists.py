@@ -101,6 +101,21 @@ def test_a_class_in_a_list_may_be_its_path_alone_and_is_built() -> None:
     assert "class_path: policyfit.EMA" in printed
 
 
+def test_a_class_of_policyfits_own_may_be_its_name_alone_wherever_a_class_is_named() -> None:
+    Path("run.yaml").write_text(
+        "policy: run_parts.Policy\nschedule: WarmupCosine\ntrainer:\n  max_steps: 2\n"
+        "  precision: {class_path: FP16, init_args: {allow_cpu: true}}\n"
+        "  callbacks: [EMA, {class_path: Checkpoint, init_args: {every_steps: 5}}]\n"
+    )
+    values = resolve(read_run(["run.yaml"])).config.values
+    assert values["schedule"]["class_path"] == "policyfit.WarmupCosine"
+    Path("lab.yaml").write_text("schedule: {class_path: policyfit.WarmupCosine, init_args: {warmup_steps: 1}}\n")
+    layered = resolve(read_run(["lab.yaml", "run.yaml"])).config.values["schedule"]
+    assert layered["init_args"] == {"warmup_steps": 1, "total_steps": 2}
+    assert values["trainer"]["precision"]["class_path"] == "policyfit.FP16"
+    assert [spec["class_path"] for spec in values["trainer"]["callbacks"]] == ["policyfit.EMA", "policyfit.Checkpoint"]
+
+
 def test_the_folders_of_modules_of_all_layers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Path.cwd() / "run"
     for folder in ("run/parts", "run/lab", "other"):

@@ -21,12 +21,16 @@ BAD: list[tuple[str, str, str]] = [
     ("trainer.max_steps", "1_000", "1_000 could be text or a number with underscores"),
     ("trainer.seed", "-007", "-007 could be text or a number with leading zeros"),
     ("trainer.clip_norm", "01.5", "01.5 could be text or a number with leading zeros"),
-    ("trainer.clip_norm", "inf", "inf could be text or a word or a number (which is written .inf or .nan)"),
-    ("trainer.run_dir", "2024-01-31", "2024-01-31 could be text or a date"),
+    ("trainer.clip_norm", "inf", 'inf could be text or a number. Write "inf" in quotes for the text, or .inf or'),
+    (
+        "trainer.run_dir",
+        "2024-01-31",
+        '2024-01-31 could be text or a date. Write "2024-01-31" in quotes for the text.',
+    ),
     ("trainer.run_dir", "2024-01-31 10:00:00", "2024-01-31 10:00:00 could be text or a date"),
     ("trainer.run_dir", "1:30", "1:30 could be text or a time, or a number to the base 60"),
     ("trainer.run_dir", "190:20:30", "190:20:30 could be text or a time, or a number to the base 60"),
-    ("policy.init_args.names", "NaN", "NaN could be text or a word or a number"),
+    ("policy.init_args.names", "NaN", 'NaN could be text or a number. Write "NaN" in quotes for the text, or .nan'),
     ("optimizer.init_args.lr", "1_0e-4", "1_0e-4 could be text or a number with underscores"),
     ("optimizer.init_args.lr", "1e999", "1e999 is too large for a floating-point number."),
     # the environment by another spelling than the explicit one
@@ -73,11 +77,16 @@ BAD: list[tuple[str, str, str]] = [
     ("trainer.clip_norm", "true", "trainer.clip_norm must be float or null, got True."),
     ("trainer.non_finite", "skp", "trainer.non_finite must be 'skip' or 'raise' or 'off', got 'skp'. Did you mean"),
     ("trainer.non_finite", "no", "trainer.non_finite must be 'skip' or 'raise' or 'off', got 'no'."),
-    ("trainer.callbacks", "{}", "trainer.callbacks must be Iterable[Callback], got {}."),
-    ("trainer.callbacks", "[3]", "trainer.callbacks must be Iterable[Callback], got [3]."),
-    ("trainer.callbacks+", "3", "trainer.callbacks must be Iterable[Callback], got [3]."),
+    ("trainer.callbacks", "{}", "trainer.callbacks must be a list, got {}."),
+    (
+        "trainer.callbacks",
+        "EMA",
+        "trainer.callbacks must be a list, got 'EMA'. Put a single one in a list, too, or",
+    ),
+    ("trainer.callbacks", "{class_path: policyfit.EMA}", "trainer.callbacks must be a list, got {'class_path'"),
+    ("trainer.callbacks+", "3", "trainer.callbacks[0] must name a Callback, got 3."),
     ("trainer.callbacks+", "null", "trainer.callbacks+ appends nothing, got null."),
-    ("trainer.loggers", "3", "trainer.loggers must be Iterable[Any], got 3."),
+    ("trainer.loggers", "3", "trainer.loggers must be a list, got 3."),
     ("trainer.grad_scaler", "3", "trainer.grad_scaler must be GradScalerConfig or Mapping[str, Any] or null, got 3."),
     ("trainer.grad_scaler.init_scale", "big", "trainer.grad_scaler.init_scale must be float, got 'big'."),
     ("trainer.device", "0", "trainer.device must be str or DeviceStrategy, got 0. Write it in quotes"),
@@ -169,6 +178,8 @@ BAD: list[tuple[str, str, str]] = [
         "no_parts.Policy",
         "policy.class_path: there is no module no_parts, neither installed nor beside the run",
     ),
+    ("schedule", "WarmupCosin", "torch.optim.AdamW is, got 'WarmupCosin'. Did you mean WarmupCosine?"),
+    ("trainer.precision.class_path", "FP61", "torch.optim.AdamW is, got 'FP61'. Did you mean FP16?"),
     ("policy", "Policy", "policy.class_path must be written module.Class, as torch.optim.AdamW is, got 'Policy'."),
     ("policy.class_path", "3", "policy.class_path must be written module.Class, as torch.optim.AdamW is, got 3."),
     (
@@ -214,6 +225,11 @@ INSIDE: list[tuple[str, str, int, str]] = [
         "policy.init_args.sizes[1] must be int, got '2'. Write it without quotes",
     ),
     ("policy.init_args.options", "{a: 1, b: x}", 7, "policy.init_args.options.b must be float, got 'x'."),
+    ("trainer.callbacks", "[policyfit.EMA, 3]", 16, "trainer.callbacks[1] must name a Callback, got 3."),
+    ("trainer.callbacks", "[EMA, null]", 6, "trainer.callbacks[1] must name a Callback, got None. Write {class_path:"),
+    ("trainer.callbacks", "[EMA, Nonsense]", 6, "trainer.callbacks[1] must name a Callback, got 'Nonsense'. Write"),
+    ("trainer.callbacks", "[Checkpont]", 1, "must name a Callback, got 'Checkpont'. Did you mean Checkpoint?"),
+    ("trainer.callbacks", "[{classpath: EMA}]", 2, "Did you mean trainer.callbacks[0].class_path?"),
     ("trainer.callbacks", "[torch.nn.ReLU]", 1, "trainer.callbacks[0] must be a Callback, but torch.nn.modules"),
     ("trainer.callbacks", "[policyfit.Checkpont]", 1, "policyfit holds no Checkpont. Did you mean Checkpoint?"),
     (
@@ -283,6 +299,48 @@ def test_a_mistake_inside_a_value_is_found_there(key: str, text: str, offset: in
     _assert_refused(["plan", "base.yaml", f"--{key}={text}"], "command line: ", fragment)
 
 
+def test_a_misspelt_class_path_is_named_as_any_key_is() -> None:
+    Path("lab.yaml").write_text("policy: {classpath: run_parts.Policy, init_args: {width: 3}}\n")
+    _assert_refused(["plan", "lab.yaml"], "lab.yaml:1:10: policy.classpath is not a valid key. Did you mean policy.")
+
+
+def test_two_callbacks_of_one_name_are_placed_where_the_second_is() -> None:
+    Path("base.yaml").write_text(BASE.replace("seed: 3", "seed: 3, callbacks: [EMA]"))
+    _assert_refused(["plan", "base.yaml", "--trainer.callbacks+=EMA"], "command line: Two callbacks of this run keep")
+    Path("lab.yaml").write_text("trainer:\n  callbacks+:\n    - EMA\n")
+    _assert_refused(["plan", "base.yaml", "lab.yaml"], "lab.yaml:3:7: Two callbacks of this run keep")
+
+
+def test_an_object_that_is_refused_by_its_class_is_placed_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
+    for name, value in {**launcher, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    fsdp = "--trainer.distributed={class_path: policyfit.FSDP, init_args: {shard: 8}}"
+    _assert_refused(["plan", "base.yaml", fsdp], "command line: FSDP(shard=8, replicate=null) is for 8 processes")
+
+
+def test_a_run_without_a_policy_is_named_by_its_files() -> None:
+    Path("lab.yaml").write_text("trainer: {seed: 3}\n")
+    _assert_refused(["plan", "lab.yaml"], "lab.yaml: The section policy is missing")
+    Path("lab.yaml").write_text("trainer: {seed: 3}\npolicy:\n")
+    _assert_refused(["plan", "lab.yaml"], "lab.yaml:2:1: The section policy is missing")
+
+
+def test_a_value_of_the_environment_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_LOG_EVERY", "abc")
+    Path("lab.yaml").write_text("trainer:\n  log_every: ${env:RUN_LOG_EVERY:-25}\n")
+    message = (
+        "lab.yaml:2:3: trainer.log_every must be int or null, got 'abc'. The value is what ${env:RUN_LOG_EVERY:-25}"
+    )
+    _assert_refused(["plan", "base.yaml", "lab.yaml"], message)
+    assert "${env" not in policyfit("plan", "base.yaml", "lab.yaml", "--trainer.log_every=abc").err
+
+
+def test_a_schedule_without_an_end_is_told_both_ways_to_give_it_one() -> None:
+    words = ["--schedule=policyfit.WarmupCosine", "--trainer.max_epochs=2", "--trainer.max_steps=null"]
+    _assert_refused(["plan", "base.yaml", *words], "Set trainer.max_steps, or write schedule.init_args.total_steps.")
+
+
 def test_the_table_is_as_long_as_promised() -> None:
     assert len({(key, text) for key, text, _ in BAD}) >= 80
 
@@ -294,6 +352,12 @@ def test_the_table_is_as_long_as_promised() -> None:
         (["--prec", "no"], "command line: prec is not a valid key. Did you mean trainer.precision?"),
         (["--print_confg"], "--print_confg is not an option. Did you mean --print_config?"),
         (["--with-dat"], "--with-dat is not an option. Did you mean --with-data?"),
+        (["--res"], "--res is none of the options --help, --debug, --json, --with-data, --print_config; a key of the"),
+        (["--precision"], "--precision needs a value: --precision=VALUE."),
+        (
+            ["trainer.max_steps=3"],
+            "trainer.max_steps=3 does not exist; a YAML file was expected. To set a key write --",
+        ),
         (["--resume=true"], "--resume=true is LeRobot's. Write --resume for the newest run, or --resume=PATH."),
         (["--resume=false"], "Write --resume for the newest run, leave it out for a new run."),
         (["--config"], "--config needs a file."),

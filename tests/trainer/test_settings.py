@@ -40,6 +40,31 @@ def test_a_value_of_the_wrong_kind_is_refused_by_its_name(settings: dict[str, An
     assert str(refused.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_step", "Did you mean max_steps?"),
+        ("accelerator", "It is Lightning's word for device."),
+        ("gradient_clip_val", "It is Lightning's word for clip_norm."),
+        ("output_dir", "It is LeRobot's word for run_dir."),
+        (
+            "val_check_interval",
+            "It is Lightning's. Write, in the words of a run file: trainer.val_every: N, which",
+        ),
+        ("model", "Valid here: device, precision, grad_scaler,"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused_with_the_one_that_is_meant(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Trainer(**{name: 1})  # type: ignore[arg-type]
+    assert str(refused.value).startswith(f"Trainer has no argument {name}.\n{advice}")
+
+
+def test_too_many_arguments_are_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="positional arguments"):
+        Trainer("cpu", "no", 3)  # type: ignore[call-arg, arg-type]
+
+
 # Where null is a value of its own, by what it comes to; elsewhere it is the default.
 OWN = {"tf32": None, "log_every": None, "precision": "no"}
 
