@@ -250,6 +250,7 @@ def test_damaged_newest_is_told_by_its_part_and_the_one_before_used_or_it_is_rea
                 except CheckpointError as error:
                     assert kind == "swap_with_before"  # which hurts both
                     assert_named(str(error).splitlines()[1], hurt)
+                    refusals += 1
                 else:
                     assert len(told) == (folder == scene.before)
                     assert identical(state, whole.states[folder.name])
