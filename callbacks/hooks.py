@@ -26,8 +26,8 @@
                 on_due                         for each callback that answers due(step) with True; Checkpoint last
         the last update is settled -> on_update_end
         on_train_epoch_end
-    on_fit_end                                 the run completed or was stopped; not after an exception
-    on_exception                               instead of on_fit_end, with the exception
+    on_fit_end                                 the run completed or was stopped, or some of its ranks failed
+    on_exception                               with the exception: instead of on_fit_end, or after it where ranks failed
     teardown                                   always, last
 
 ``on_save_checkpoint`` comes inside ``trainer.save_checkpoint()``; ``on_rollout_start`` and ``on_rollout_end``

@@ -98,10 +98,7 @@ class OverflowReport(Callback):
                 if outcome.bad_loss_rank in (None, trainer.distribution.rank):
                     found, words = _replay(trainer, policy, window, outcome.losses)
                 else:
-                    found, words = (
-                        {"origin": None},
-                        "; rank 0, which tells this, computes no batch of another once more",
-                    )
+                    found, words = {"origin": None}, "; rank 0, which tells this, does not have that rank's batches"
             except Exception as failure:  # what ends a replay is no reason to end the run
                 found = {"origin": None, "replay_error": f"{type(failure).__name__}: {failure}"}
                 words = f"; it could not be computed once more: {found['replay_error']}"

@@ -57,11 +57,12 @@ class Preemption(Callback):
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save, unless another callback has; then ask for the queue. A signal to one rank is one to all."""
         ranks = trainer.distribution
-        if not any(ranks.gather(self._received is not None)):
+        if not any(ranks.gather(self._received is not None, "the end of the run")):
             return
         trainer.wait_for_checkpoint()
         name = f"{trainer.step:06d}"
-        if not ranks.broadcast(ranks.is_main and name in [path.name for path in trainer.checkpoints()]):
+        is_saved = ranks.is_main and name in [path.name for path in trainer.checkpoints()]
+        if not ranks.broadcast(is_saved, "the end of the run"):
             trainer.save_checkpoint()
         job = os.environ.get("SLURM_JOB_ID")
         if self.requeue and job and trainer.is_main:

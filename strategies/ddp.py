@@ -63,9 +63,8 @@ class DDP(ManyProcesses):
                 f"accelerate was already set up in this process with other settings: {error}\n"
                 "Make no Accelerator before fit; the Trainer makes what it needs."
             ) from error
-        with (
-            warnings.catch_warnings()
-        ):  # torch 2.13 has a new name for broadcast_buffers, which accelerate does not know
+        with warnings.catch_warnings():
+            # torch 2.13 has a new name for broadcast_buffers, which accelerate does not know.
             warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = accelerator.prepare_model(_Door(policy))
         self.sync_buffers(policy)
@@ -128,9 +127,8 @@ class _Door(nn.Module):
 
 
 def _is_unfinished(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in in_words(
-        error
-    )
+    said = "Expected to have finished reduction in the prior iteration"
+    return isinstance(error, RuntimeError) and said in in_words(error)
 
 
 def _unused(names: list[str]) -> ConfigError:

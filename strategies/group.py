@@ -1,8 +1,7 @@
 """What every run of several processes does alike: how they join, agree, lose each other and leave.
 
-``accelerate.PartialState`` joins the process group, with our time limit and our store; ``accelerate.utils`` carries
-Python values (``broadcast_object_list``, ``gather_object``). Flags go by ``torch.distributed`` itself, since
-accelerate's ``reduce`` has no maximum and makes copies.
+``accelerate.PartialState`` joins the process group, with our time limit and our store; its ``gather_object`` carries
+Python values. Flags go by ``torch.distributed`` itself, since accelerate's ``reduce`` has no maximum and makes copies.
 
 Source: torch.distributed.rendezvous and TCPStore, by which torchrun's processes find each other. Its agent holds the
 store, so that it outlives the ranks: what they leave there can be read when they are gone.
@@ -253,9 +252,8 @@ class ManyProcesses(DistributionStrategy):
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether torch.distributed raised it; gloo's own errors have no type but name their file."""
-        return isinstance(error, distributed.DistError) or (
-            isinstance(error, RuntimeError) and "/gloo/" in in_words(error)
-        )
+        is_gloo = isinstance(error, RuntimeError) and "/gloo/" in in_words(error)
+        return is_gloo or isinstance(error, distributed.DistError)
 
     def lost(self, error: BaseException) -> DistributedError:
         """The error that another rank left, or the ranks that do not answer a call within some seconds.

@@ -35,9 +35,11 @@ class Agreement:
 
     def __init__(self, ranks: DistributionStrategy, mailbox: Mailbox) -> None:
         self._ranks, self._flags = ranks, mailbox.on_device[:AGREED]
-        self._skip, _, _, stop, failed, self._has_gradients, self._bad_loss, *self._meets = mailbox.slots[:AGREED]
-        self._slots = (stop, failed)
-        self._own = [0.0, 0.0]
+        slots = mailbox.slots[:AGREED]
+        self._skip, _, _, self._stop, self._failed, self._has_gradients, self._bad_loss, *self._meets = slots
+        self._asks = 0.0  # what this rank says of a stop
+        #: Whether this rank has failed, which it says from the next update on.
+        self.has_failed = False
         self._update: int | None = None
         self.exit_code = 0
         #: Whether some ranks meet without the others.
@@ -45,16 +47,7 @@ class Agreement:
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
-        self._own[0] = max(self._own[0], 1.0 + exit_code)
-
-    def fail(self) -> None:
-        """From the next update on."""
-        self._own[1] = 1.0
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has."""
-        return bool(self._own[1])
+        self._asks = max(self._asks, 1.0 + exit_code)
 
     def reach(self, losses: Iterable[Tensor], *, meets: bool | None) -> None:
         """Make the flags of an update those of all ranks, without waiting.
@@ -67,12 +60,12 @@ class Agreement:
         self._has_gradients.fill_(float(bool(losses)))
         self._bad_loss.zero_()
         for loss in losses:
-            self._bad_loss.add_(loss)
+            self._bad_loss.add_(loss.to(self._bad_loss.device))  # with shards in host memory the mailbox is there
         self._bad_loss.sub_(self._bad_loss)  # NaN unless the sum was finite
         self._bad_loss.ne_(self._bad_loss).mul_(self._ranks.rank + 1)
         for slot, answer in zip(self._meets, (True, False), strict=True):
             slot.fill_(float(meets is answer))
-        for slot, own in zip(self._slots, self._own, strict=True):
+        for slot, own in ((self._stop, self._asks), (self._failed, float(self.has_failed))):
             if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
         self._ranks.reduce_max(self._flags)

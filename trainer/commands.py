@@ -58,7 +58,7 @@ def fit(request: argparse.Namespace) -> None:
             )
             unused.pop_all()  # the evaluation closes it
         if env is not None:
-            if trainer.distribution.name == "fsdp":  # its shards are of no use to anybody alone
+            if trainer.distribution.is_sharded:  # its shards are of no use to anybody alone
                 policy = _whole_policy(run, trainer)
             report = trainer.evaluate(policy, env, **run.evaluation)
             _report(report, trainer, trainer.run_dir / "eval.json")

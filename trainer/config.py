@@ -206,7 +206,6 @@ def _afterwards(config: RunConfig, values: dict[str, Any], recipes: dict[tuple[s
 
 def _sections(config: RunConfig) -> dict[str, Any]:
     """A copy of the values in which every section that must be a mapping is one, and no other is there."""
-
     values = copy.deepcopy(config.values)
     for section in ("data", "trainer", "eval"):
         if values.get(section) is None:

@@ -53,13 +53,24 @@ def fail_with_others(run: Run) -> NoReturn:
     words = None if run.failure is None else in_words(run.failure)
     errors = run.distribution.gather(words, "the end of a run that failed")
     error = run.failure or _failure_of_another(run, errors)
-    run.forget_failures()
+    _forget_failures(run)
     if None in errors:
         run_all((partial(_save_after_failure, run),), error)
     # Else rank 0 tells it.
     error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
     run.place.meeting = False
     raise error
+
+
+def _forget_failures(run: Run) -> None:
+    """Put the counters where they were before the windows that came to nothing, so that no sample is left out."""
+    counters, failures = run.counters, run.updater.failures
+    end = counters.batch_in_epoch
+    for _ in range(failures):
+        counters.batch_in_epoch = run.data.window_start(counters.batch_in_epoch - 1)
+    counters.micro_batches -= end - counters.batch_in_epoch
+    counters.skipped -= failures
+    counters.skipped_in_a_row -= failures
 
 
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:
@@ -83,7 +94,11 @@ def _save_after_failure(run: Run) -> None:
 
 @contextmanager
 def stage_without_run(trainer: Trainer, policy: nn.Module, stage: str) -> Iterator[None]:
-    """Set the callbacks up for ``stage`` and tear them down after it; the ranks part at its end."""
+    """Set the callbacks up for ``stage`` and tear them down after it; the ranks part at its end.
+
+    Raises:
+        DistributedError: A rank was lost on the way.
+    """
 
     def ends() -> list[Callable[[], None]]:
         return [*_each(trainer, "teardown", policy, stage), trainer.distribution.teardown]
@@ -92,6 +107,10 @@ def stage_without_run(trainer: Trainer, policy: nn.Module, stage: str) -> Iterat
         trainer.callbacks.call("setup", trainer, policy, stage)
         yield
     except BaseException as error:
+        if trainer.distribution.is_lost(error):
+            lost = trainer.distribution.lost(error)
+            run_all(ends(), lost)
+            raise lost from error
         trainer.distribution.report(error)
         trainer.distribution.excuse(error)
         run_all(ends(), error)

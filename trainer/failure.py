@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Of a micro-batch."""
+    """How far this rank has come with a micro-batch."""
 
     BEFORE = auto()
     COMPUTING = auto()
@@ -76,7 +76,7 @@ def end_together(run: Run, error: Exception) -> None:
         raise error
     try:
         if not place.meeting:
-            run.updater.agreement.fail()
+            run.updater.agreement.has_failed = True
             if run.in_window:
                 _stand_in(run)
             while not _others_meet(run):

@@ -138,7 +138,6 @@ def _assemble(
     """
     device, precision, distribution = trainer.device, trainer.precision, trainer.distribution
     policy, plan = adapter.policy, trainer.plan
-    device.setup()
     policy.to(device.device)
     plan.notes += _put_in_train_mode(policy)
     adapter.compiles = settings.compile

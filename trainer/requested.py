@@ -95,7 +95,7 @@ def _with_audit(config: RunConfig) -> RunConfig:
     callbacks = (trainer.get("callbacks") or []) if isinstance(trainer, dict) else None
     if not isinstance(callbacks, list):
         return config
-    named = [str(c["class_path"]) for c in callbacks if isinstance(c, dict) and "class_path" in c]
-    if "PrecisionAudit" in (name.rpartition(".")[2] for name in named):
+    named = [c.get("class_path") if isinstance(c, dict) else c for c in callbacks]
+    if "PrecisionAudit" in (str(name).rpartition(".")[2] for name in named):
         return config
     return replace(config, values={**config.values, "trainer": {**trainer, "callbacks": [*callbacks, audit]}})

@@ -56,8 +56,9 @@ class Run:
     stop_reason: str | None = None
     exit_code: int = 0
     place: Place = field(default_factory=Place)
-    #: Why this rank asked for a stop that all have to agree on; and its error, or that another has failed.
+    #: Why this rank asked for a stop, on which all have to agree.
     asked_to_stop: str | None = None
+    #: The error of this rank for which all end; ``failed`` says that they do, be it for another's.
     failure: Exception | None = None
     failed: bool = False
     resumed: bool = False
@@ -270,7 +271,7 @@ class Run:
     def _take_agreement(self) -> None:
         """End for what ranks have agreed on; one that has failed comes here with its error instead."""
         reasons = self.distribution.gather(self.asked_to_stop, "the end of the run")
-        asked = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
+        asked = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason is not None]
         self.stop_reason = self.stop_reason or next(iter(asked))
         self.exit_code = self.updater.agreement.exit_code
 
@@ -283,16 +284,6 @@ class Run:
         """Before the first batch or after the last: let the other ranks end with this error where they meet next."""
         if self.place.meeting:
             self.distribution.excuse(error)
-
-    def forget_failures(self) -> None:
-        """Put the counters where they were before the windows that came to nothing, so that no sample is left out."""
-        counters, failures = self.counters, self.updater.failures
-        end = counters.batch_in_epoch
-        for _ in range(failures):
-            counters.batch_in_epoch = self.data.window_start(counters.batch_in_epoch - 1)
-        counters.micro_batches -= end - counters.batch_in_epoch
-        counters.skipped -= failures
-        counters.skipped_in_a_row -= failures
 
     # Beginning and end ---------------------------------------------------------------------------------------
 

@@ -194,11 +194,8 @@ class Trainer(RunView):
             raise CallbackError("fit() was called inside a run of the same Trainer. Use a Trainer of its own.")
         self._plan, self._metrics, self._run, self._status = self._new_plan(), {}, None, "new"
         changes = names_of_changes(changes, resume)
-        self.device.setup()
-        self.distribution.setup(self.device.device)
-        aside = ExitStack()  # for what is copied from a URL, until the run's folder takes it
         with ExitStack() as process:
-            try:
+            with self._joined(), ExitStack() as aside:  # for what is copied from a URL, until the run's folder takes it
                 origin = find_origin(
                     self.distribution,
                     resume,
@@ -212,24 +209,9 @@ class Trainer(RunView):
                     self, policy, train_data, val_data, optimizer, schedule, self._settings, self._choices, origin
                 )
                 process.enter_context(self._process_state(threads))
-            except BaseException as error:
-                aside.close()
-                self._leave_ranks(error)
-                raise
+                aside = aside.pop_all()
             self._proven = True
             self._fit(run, origin, changes, aside)
-
-    def _leave_ranks(self, error: BaseException) -> None:
-        """Before there is a run to end.
-
-        Raises:
-            DistributedError: ``error`` says no more than that another rank has left; this says why.
-        """
-        lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
-        self.distribution.report(error)
-        self.distribution.teardown()
-        if lost is not None:
-            raise lost from error
 
     def _fit(self, run: Run, origin: Origin | None, changes: Sequence[str], aside: ExitStack) -> None:
         end = partial(end_run, run, self._loggers, aside)
@@ -263,6 +245,25 @@ class Trainer(RunView):
     def _new_plan(self) -> Plan:
         return Plan(environment=dict(self.facts.environment))
 
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Device and ranks in place; they are left again if what is prepared with them fails.
+
+        Raises:
+            DistributedError: The error says no more than that another rank has left; this says why.
+        """
+        self.device.setup()
+        self.distribution.setup(self.device.device)
+        try:
+            yield
+        except BaseException as error:
+            lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
+            self.distribution.report(error)
+            self.distribution.teardown()
+            if lost is not None:
+                raise lost from error
+            raise
+
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
         device_type, deterministic = self.device.device.type, self._settings.deterministic
         return process_state(deterministic=deterministic, threads=threads, device_type=device_type, facts=self.facts)
@@ -270,7 +271,7 @@ class Trainer(RunView):
     # Commands of callbacks --------------------------------------------------------------------------------------
 
     def stop(self, reason: str, *, exit_code: int = 0) -> None:
-        """End the run after the update under way; it counts as stopped, not as failed.
+        """End the run after the update under way, of several ranks after the next; it counts as stopped, not as failed.
 
         Args:
             exit_code: Other than 0, ``fit`` ends in ``SystemExit`` with it, once everything is saved and closed.
@@ -390,13 +391,8 @@ class Trainer(RunView):
         Under a launcher it is called on every rank, and the policy is prepared as for a run of all of them.
         """
         self._plan = self._new_plan()
-        self.device.setup()
-        self.distribution.setup(self.device.device)
-        try:
+        with self._joined():
             dry_run(self, policy, optimizer, schedule, self._settings, self._choices)
-        except BaseException as error:
-            self._leave_ranks(error)
-            raise
         self.distribution.teardown()
         return self._plan
 
@@ -478,13 +474,12 @@ class Trainer(RunView):
             self._active.check_meeting(f"{stage}()")
             yield
             return
-        self.device.setup()
-        self.distribution.setup(self.device.device)
-        policy.to(self.device.device)
-        if not self._proven:
-            self.precision.setup(self.device.device)
-            self._proven = True
-        self.precision.convert_module(policy)
+        with self._joined():
+            policy.to(self.device.device)
+            if not self._proven:
+                self.precision.setup(self.device.device)
+                self._proven = True
+            self.precision.convert_module(policy)
         size = sum(p.numel() for p in policy.parameters())
         threads, _ = choose_threads(self.device.device.type, size, self.facts)
         with self._process_state(threads), stage_without_run(self, policy, stage):

@@ -109,8 +109,8 @@ class Updater:
             self._pending = lambda: self._without_gradients(drawn)
             return
         skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
-        precision, scale = self._precision, self._precision.scale
-        if self._scale_used is None and scale is not None:
+        precision = self._precision
+        if self._scale_used is None and precision.scale is not None:
             self._scale_used = precision.first_scale
         norms: Tensor | None = None
 
@@ -140,10 +140,7 @@ class Updater:
             self._mailbox.send()
             if not self._mailbox.read()[0]:
                 self._step_all()
-        if scale is not None:
-            precision.settle_scale(non_finite)
-            scale_slot.copy_(scale)
-        self._mailbox.send()
+        self._move_scale_and_send(non_finite, scale_slot)
 
         names = self._names
         if len(gradients) != len(names):
@@ -154,6 +151,12 @@ class Updater:
                     hook(self._trainer, self._policy, optimizer)
         finally:  # on the other ranks, and on the device, the update is made
             self._close(lambda: self._read(norms, names, drawn, losses))
+
+    def _move_scale_and_send(self, non_finite: Tensor, scale_slot: Tensor) -> None:
+        if self._precision.scale is not None:
+            self._precision.settle_scale(non_finite)
+            scale_slot.copy_(self._precision.scale)
+        self._mailbox.send()
 
     def _take_losses(self) -> dict[int, Tensor]:
         losses, self.losses = self.losses, {}
@@ -181,7 +184,7 @@ class Updater:
         """Take part in the update of a window when this rank has failed: no rank's weights move."""
         self.settle()
         self.aimed_step = self._counters.step + 1
-        drawn, gradients, scale = self._counters.micro_batches, self._gradients(), self._precision.scale
+        drawn, gradients = self._counters.micro_batches, self._gradients()
         skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
         while self._checks_left > 0:
             self._check_norm(gradients, norm, skip)
@@ -192,10 +195,7 @@ class Updater:
         self.agreement.reach(self._take_losses().values(), meets=None)
         self.applied += 1
         self._clip(gradients, norm)
-        if scale is not None:
-            self._precision.settle_scale(non_finite)
-            scale_slot.copy_(scale)
-        self._mailbox.send()
+        self._move_scale_and_send(non_finite, scale_slot)
         self._close(lambda: self._read(None, (), drawn, {}))
 
     @property

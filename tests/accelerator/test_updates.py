@@ -16,6 +16,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from policyfit import FP16, Callback, LossScaleCollapse, Outcome, Trainer, TrainingDiverged
 from policyfit.strategies import fabric_precision
+from policyfit.strategies.distributed import SingleProcess
+from policyfit.strategies.mailbox import SharedMailbox
+from policyfit.trainer.agreement import Agreement
+from policyfit.trainer.update import MAILBOX_SIZE
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -230,3 +234,14 @@ def test_gradients_edited_before_the_step_are_checked_again(rig: Rig, precision:
     assert [outcome.reason for outcome in outcomes.seen] == [None, None, "non_finite", None, None]
     assert isinstance(policy, Wide)
     assert all(bool(p.isfinite().all()) for p in policy.parameters())
+
+
+def test_losses_on_the_device_are_agreed_on_in_host_memory(rig: Rig) -> None:
+    # As under FSDP(cpu_offload=True), where the gradients and so the mailbox are in host memory.
+    mailbox = SharedMailbox(MAILBOX_SIZE, torch.device("cpu"))
+    agreement = Agreement(SingleProcess(), mailbox)
+    bad_losses = []
+    for loss in (1.0, float("nan")):
+        agreement.reach([torch.tensor(loss, device=rig.device)], meets=None)
+        bad_losses.append(mailbox.read()[6])
+    assert bad_losses == [0.0, 1.0]

@@ -644,6 +644,7 @@ def test_the_command_line_adds_it_beside_the_callbacks_of_the_file_once(cli: Cal
     audit = "{class_path: policyfit.PrecisionAudit, init_args: {at_step: 2}}"
     assert cli(audit, "--audit", "--trainer.run_dir=again") == 0
     assert json.loads(Path("again/precision_audit.json").read_text())["step"] == 2
+    assert cli("PrecisionAudit", "--audit", "--trainer.run_dir=by_its_name") == 0
 
 
 def test_the_command_line_ends_with_exit_code_2_where_the_precision_never_ran(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import run
+from processes import outcomes_of, run
 from ranks import SAMPLES, Policy, Rolls, Walk, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -263,3 +263,25 @@ def test_an_environment_that_breaks_on_one_rank_ends_all_in_time_and_is_told(
     assert texts[1 - rank].startswith("DistributedError: ")
     assert f"Rank {rank} failed" in texts[1 - rank]
     assert "OSError: the simulator does not start" in texts[1 - rank]
+
+
+def validated(run_dir: str) -> str:
+    from ranks import Samples
+
+    class Dies(Policy):
+        def forward(self, batch: Any) -> Any:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(batch)
+
+    try:
+        Trainer("cpu", batch_size=4, seed=0, run_dir=run_dir, distributed="ddp").validate(Dies(), Samples())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_dies_in_a_validation_of_its_own_is_told_by_its_number(tmp_path: Path) -> None:
+    first, second = outcomes_of(validated, str(tmp_path / "run"), limit_s=40.0)
+    assert second.exit_code == -9
+    assert first.value.startswith("DistributedError: Rank 1 no longer answers")

@@ -585,5 +585,19 @@ def replayed(folder: str) -> list[Any]:
 def test_replay_under_ddp_does_not_clear_the_batch_of_another_rank(tmp_path: Path) -> None:
     first, second = run(replayed, str(tmp_path))
     assert first[0].startswith("the loss of rank 1 was inf or NaN")
-    assert first[0].endswith("; rank 0, which tells this, computes no batch of another once more")
+    assert first[0].endswith("; rank 0, which tells this, does not have that rank's batches")
     assert "it began in the loss itself" in second[0]
+
+
+def refused_without_a_run() -> bool:
+    class Unmoving(Policy):
+        def to(self, *_: Any, **__: Any) -> Any:
+            raise MemoryError("no room on the device")
+
+    with pytest.raises(MemoryError, match="no room"):
+        Trainer("cpu", distributed="ddp").validate(Unmoving(), [])
+    return torch.distributed.is_initialized()
+
+
+def test_ranks_part_when_a_validation_without_a_run_cannot_begin() -> None:
+    assert run(refused_without_a_run) == [False, False]
