@@ -47,6 +47,8 @@ class DistributionStrategy(ABC):
     world_size: int = 1
     #: Whether parameters, gradients and optimizer state are shards on each rank, so that every forward talks.
     is_sharded: bool = False
+    #: Forwards of units so far that gathered weights, where parameters are shards.
+    units_run: int = 0
 
     @property
     def is_main(self) -> bool:

@@ -201,10 +201,15 @@ class FSDP(ManyProcesses):
                 offload_policy=offload,
                 ignored_params=numbers,
             )
+        for unit in units:
+            unit.register_forward_pre_hook(torch.compiler.disable(self._count))  # type: ignore[no-untyped-call]
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
         return policy
+
+    def _count(self, *_: Any) -> None:
+        self.units_run += 1
 
     def _reshards(self, unit: nn.Module, policy: nn.Module) -> bool:
         """Not the policy's own weights: backward begins with them."""

@@ -84,6 +84,23 @@ class Masked(Policy):
         return (loss.detach() if self.rank == 1 and self.calls % 2 else loss), metrics
 
 
+class Breaks(Policy):
+    """Its forward fails on rank 1 for a batch with the sample 20, before its first unit or after its last."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        fails = os.environ["RANK"] == "1" and bool((batch["index"] == 20).any())
+        if fails and self.where == "before":
+            raise RuntimeError("the forward of this rank")
+        result = super().forward(batch)
+        if fails:
+            raise RuntimeError("the forward of this rank")
+        return result
+
+
 class Detached(Policy):
     """On some ranks the loss has no gradient in some windows."""
 

@@ -7,8 +7,9 @@ A rank that has failed cannot just leave, since the others would wait for it. It
     where ranks meet    it comes there too (end of a step where something was due, validation, save, end of an epoch)
                         with its error for an answer, which is raised on the others in place of theirs
 
-Not in order: in the middle of a sharded forward or backward, where what the others wait for cannot be computed; and
-once the ranks have agreed on an update that this one did not make. Then it leaves its error in the store and goes.
+Not in order: in a sharded forward that has come to its first unit, or in its backward, where what the others wait for
+cannot be computed; and once the ranks have agreed on an update that this one did not make. Then it leaves its error in
+the store and goes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..strategies.distributed import RankFailed
 from ..strategies.errors import in_words
+from ..strategies.tree import map_tensors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .run import Run
 
 
@@ -40,18 +43,29 @@ class Place:
     """Where a rank is between the others: its micro-batch, and whether it is where ranks meet."""
 
     batch: Any = None
+    #: The tensors of a batch that was computed without an error, by shape and type alone.
+    like: Any = None
     index: int = 0
     phase: Phase = Phase.BEFORE
     #: Updates tried when the window of the micro-batch began.
     window: int = -1
+    #: How often units of a sharded policy had run before the micro-batch.
+    units_run: int = 0
     #: Whether the others' next collective is a ``gather``; so it is before the first window and after the last.
     meeting: bool = True
     #: Updates tried at the last time when it was asked whether ranks meet.
     asked: int = 0
 
-    def enter(self, batch: Any, index: int, window: int) -> None:
+    def enter(self, batch: Any, index: int, window: int, units_run: int) -> None:
         """A micro-batch was drawn."""
-        self.batch, self.index, self.window, self.phase = batch, index, window, Phase.BEFORE
+        self.batch, self.index, self.window, self.units_run = batch, index, window, units_run
+        self.phase = Phase.BEFORE
+
+    def leave(self, *, is_sharded: bool) -> None:
+        """Forward and backward are over."""
+        self.phase = Phase.AFTER
+        if is_sharded and self.like is None:
+            self.like = map_tensors(self.batch, lambda tensor, _: torch.empty_like(tensor, device="meta"))
 
     @property
     def next_index(self) -> int:
@@ -98,7 +112,10 @@ def _can_stand_in(run: Run) -> bool:
     place = run.place
     if run.updater.half_applied or run.data.batches_per_epoch is None:  # nobody knows whether it was the last window
         return False
-    return not run.distribution.is_sharded or (place.phase is not Phase.COMPUTING and place.batch is not None)
+    if not run.distribution.is_sharded:
+        return True
+    computing = place.phase is Phase.COMPUTING and run.distribution.units_run > place.units_run
+    return place.batch is not None and not computing
 
 
 def _stand_in(run: Run) -> None:
@@ -109,16 +126,20 @@ def _stand_in(run: Run) -> None:
     left = range(first, end)
     for index in left if ranks.is_sharded else left[-1:]:  # else only the last of a window talks
         with nullcontext() if index == end - 1 else ranks.accumulating(module):
-            ranks.contribute_nothing(module, lambda: _loss_again(run))
+            ranks.contribute_nothing(module, lambda: _loss_of_zeros(run))
     place.index, place.phase, place.window = end - 1, Phase.AFTER, run.updater.applied
     run.counters.micro_batches += end - run.counters.batch_in_epoch
     run.counters.batch_in_epoch = end
     run.updater.apply_failed()
 
 
-def _loss_again(run: Run) -> Tensor | None:
+def _loss_of_zeros(run: Run) -> Tensor | None:
+    """That of a batch like one that went well: the one that this rank has may be what it failed by."""
+    place, device = run.place, run.device.device
+    like = place.batch if place.like is None else place.like
+    batch = map_tensors(like, lambda tensor, _: torch.zeros_like(tensor, device=device))
     step = run.distribution.through(run.adapter.module, run.adapter.training_step)
-    return run.precision.forward(step, run.place.batch, run.place.index)[0]
+    return run.precision.forward(step, batch, place.index)[0]
 
 
 def _others_meet(run: Run) -> bool:

@@ -32,7 +32,7 @@ def _train(run: Run) -> None:
     while not run.done:
         for batch, index, divisor, closes in run.begin_epoch():
             weight = 1.0 / divisor
-            place.enter(batch, index, updater.applied)
+            place.enter(batch, index, updater.applied, distribution.units_run)
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
             place.phase = Phase.COMPUTING
@@ -47,7 +47,7 @@ def _train(run: Run) -> None:
                         updater.losses[counters.micro_batches] = share.detach()
                 elif closes or distribution.is_sharded:
                     distribution.contribute_nothing(adapter.module)
-            place.phase = Phase.AFTER
+            place.leave(is_sharded=distribution.is_sharded)
             if loss is not None:
                 for hook in after_backward:
                     hook(trainer, policy)

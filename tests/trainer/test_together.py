@@ -213,6 +213,31 @@ def test_error_in_a_sharded_forward_ends_all_in_time_with_its_words(tmp_path: Pa
     assert saved.manifest["counters"]["step"] == 6
 
 
+def broken(folder: str, distributed: str, where: str) -> tuple[str, int]:
+    from ranks import Breaks, Samples
+
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=distributed,
+        callbacks=[Checkpoint(every_steps=2)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Breaks(where), Samples())
+    except Exception as error:
+        return str(error), trainer.step
+    return "", trainer.step
+
+
+@pytest.mark.parametrize(("distributed", "where"), [("ddp", "before"), ("ddp", "after"), ("fsdp", "before")])
+def test_error_in_the_forward_of_one_rank_ends_all_in_order(tmp_path: Path, distributed: str, where: str) -> None:
+    (others, step), (own, own_step) = run(broken, str(tmp_path), distributed, where, limit_s=40.0)
+    assert own == "the forward of this rank"
+    assert "Rank 1 failed, so all ended after update" in others
+    assert "RuntimeError: the forward of this rank" in others
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
+    assert step == own_step == saved.manifest["counters"]["step"]
+    assert saved.manifest["counters"]["skipped"] == 0
+
+
 def killed(folder: str, distributed: str) -> str:
     from ranks import Dies
 
