@@ -43,8 +43,6 @@ class Place:
     """Where a rank is between the others: its micro-batch, and whether it is where ranks meet."""
 
     batch: Any = None
-    #: The tensors of a batch that was computed without an error, by shape and type alone.
-    like: Any = None
     index: int = 0
     phase: Phase = Phase.BEFORE
     #: Updates tried when the window of the micro-batch began.
@@ -60,12 +58,6 @@ class Place:
         """A micro-batch was drawn."""
         self.batch, self.index, self.window, self.units_run = batch, index, window, units_run
         self.phase = Phase.BEFORE
-
-    def leave(self, *, is_sharded: bool) -> None:
-        """Forward and backward are over."""
-        self.phase = Phase.AFTER
-        if is_sharded and self.like is None:
-            self.like = map_tensors(self.batch, lambda tensor, _: torch.empty_like(tensor, device="meta"))
 
     @property
     def next_index(self) -> int:
@@ -134,12 +126,10 @@ def _stand_in(run: Run) -> None:
 
 
 def _loss_of_zeros(run: Run) -> Tensor | None:
-    """That of a batch like one that went well: the one that this rank has may be what it failed by."""
-    place, device = run.place, run.device.device
-    like = place.batch if place.like is None else place.like
-    batch = map_tensors(like, lambda tensor, _: torch.zeros_like(tensor, device=device))
+    """That of a batch like the last one, whose values may be what this rank failed by."""
+    batch = map_tensors(run.place.batch, lambda tensor, _: torch.zeros_like(tensor))
     step = run.distribution.through(run.adapter.module, run.adapter.training_step)
-    return run.precision.forward(step, batch, place.index)[0]
+    return run.precision.forward(step, batch, run.place.index)[0]
 
 
 def _others_meet(run: Run) -> bool:

@@ -47,7 +47,7 @@ def _train(run: Run) -> None:
                         updater.losses[counters.micro_batches] = share.detach()
                 elif closes or distribution.is_sharded:
                     distribution.contribute_nothing(adapter.module)
-            place.leave(is_sharded=distribution.is_sharded)
+            place.phase = Phase.AFTER
             if loss is not None:
                 for hook in after_backward:
                     hook(trainer, policy)
