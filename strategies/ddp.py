@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from .errors import ConfigError, DistributedError, in_words
 from .group import ManyProcesses
 
 T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 class DDP(ManyProcesses):
@@ -74,16 +75,31 @@ class DDP(ManyProcesses):
         """The step behind torch's wrapper, whose own forward is what makes gradients meet."""
         return partial(module, policyfit_step=step)
 
-    def contribute_nothing(self, module: nn.Module, again: Callable[[], Tensor | None] | None = None) -> None:
+    def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
+        """Gradients stay on their rank until the backward that closes the window sends their sum."""
+        return _NOTHING if closes else module.no_sync()  # type: ignore[operator]
+
+    def contribute_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """A forward whose loss is zero times every parameter, and its backward."""
-        module(policyfit_step=self._zero).backward()
+        if closes:
+            module(policyfit_step=self._zero).backward()
+
+    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
+        """The same; where a backward was left by an error, for the parameters alone that it had not come to.
+
+        Torch has summed some of its buckets then, and waits for the others.
+        """
+        try:
+            self.contribute_nothing(module, closes=closes)
+        except RuntimeError as error:
+            if not _is_unfinished(error):
+                raise
+            for _, parameter in self._trainable:
+                with _unless_summed():
+                    _nothing(parameter).backward()  # type: ignore[no-untyped-call]
 
     def _zero(self) -> Tensor:
-        return torch.stack([p.reshape(-1)[:1].sum() * 0.0 for _, p in self._trainable]).sum()
-
-    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients stay on their rank; the next backward outside sends their sum."""
-        return module.no_sync()  # type: ignore[no-any-return, operator]
+        return torch.stack([_nothing(p) for _, p in self._trainable]).sum()
 
     def reduce_max(self, flags: Tensor) -> None:
         """One all-reduce; at the first update also a look whether every gradient has met the others'.
@@ -124,6 +140,20 @@ class _Door(nn.Module):
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""
         return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    return parameter.reshape(-1)[:1].sum() * 0.0
+
+
+@contextmanager
+def _unless_summed() -> Iterator[None]:
+    """Pass over a parameter whose gradient torch has already: it says so by an error, and by nothing else."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in in_words(error):
+            raise
 
 
 def _is_unfinished(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from .errors import DistributedError
 from .facts import MachineFacts, world_size
 
 T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 class RankFailed(DistributedError):
@@ -47,8 +48,6 @@ class DistributionStrategy(ABC):
     world_size: int = 1
     #: Whether parameters, gradients and optimizer state are shards on each rank, so that every forward talks.
     is_sharded: bool = False
-    #: Forwards of units so far that gathered weights, where parameters are shards.
-    units_run: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -85,18 +84,26 @@ class DistributionStrategy(ABC):
         return step
 
     @abstractmethod
-    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """The context of a forward and backward that do not close their window, so that ranks need not talk yet."""
+    def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
+        """The context of a forward and its backward; unless they close their window, ranks need not sum gradients."""
 
-    def contribute_nothing(self, module: nn.Module, again: Callable[[], Tensor | None] | None = None) -> None:
-        """Take part in what the others say to each other in a micro-batch, with gradients of zero.
-
-        Args:
-            again: Computes a loss of this rank's once more, for where the forward talks too; ``None`` where this rank
-                has run its forward, and the loss had no gradient.
+    def contribute_nothing(self, module: nn.Module, *, closes: bool) -> None:
+        """In place of the backward of a loss that has no gradient: add zeros to what the others sum.
 
         Raises:
             DistributedError: That cannot be.
+        """
+
+    @property
+    def can_stand_in(self) -> bool:
+        """Whether this rank knows what ``stand_in`` has to say."""
+        return True
+
+    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
+        """Say to the others what is left of a micro-batch that this rank cannot compute, with gradients of zero.
+
+        That is all of it, unless ``micro_batch`` was left by an error: then what that left unsaid. Gradients are of no
+        worth afterwards.
         """
 
     # What ranks agree on -------------------------------------------------------------------------------------
@@ -120,6 +127,10 @@ class DistributionStrategy(ABC):
             RankFailed: A rank came with ``excuse``.
             DistributedError: Ranks came from different places.
         """
+
+    def from_rank(self, rank: int, value: T) -> T:
+        """The value of that rank, on every rank, its tensors on the cpu; anything that can be pickled."""
+        return value
 
     def excuse(self, error: BaseException) -> bool:
         """Come to the others' next ``gather`` or ``broadcast`` with nothing but this rank's error; whether they came.
@@ -206,9 +217,9 @@ class SingleProcess(DistributionStrategy):
         """The policy itself."""
         return policy
 
-    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Nothing to hold back."""
-        return nullcontext()
+    def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
+        """Nobody to talk to."""
+        return _NOTHING
 
     def reduce_max(self, flags: Tensor) -> None:
         """Its own flags are all there are."""

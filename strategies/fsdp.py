@@ -13,14 +13,15 @@ autocast. Frozen parameters may have another type than the trainable ones of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
+from .collectives import Collectives
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
@@ -142,12 +143,12 @@ class FSDP(ManyProcesses):
 
         replicate, shard = self._mesh_shape(self.world_size)
         if replicate == 1:
-            self._shard_group = self._groups[0]
+            self._shard_group, self._replica_group = self._groups[0], None
             self._mesh = DeviceMesh.from_group(self._shard_group, device.type, mesh_dim_names=("shard",))
             return
         ranks = torch.arange(self.world_size).view(replicate, shard)
         groups = [self._own_group(ranks.T.tolist()), self._own_group(ranks.tolist())]
-        self._shard_group = groups[1]
+        self._replica_group, self._shard_group = groups
         self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
     def _own_group(self, ranks: list[list[int]], backend: str | None = None) -> distributed.ProcessGroup:
@@ -201,39 +202,43 @@ class FSDP(ManyProcesses):
                 offload_policy=offload,
                 ignored_params=numbers,
             )
-        for unit in units:
-            unit.register_forward_pre_hook(torch.compiler.disable(self._count))  # type: ignore[no-untyped-call]
+        self._collectives = Collectives([*units, policy], self._replica_group)
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
         return policy
 
-    def _count(self, *_: Any) -> None:
-        self.units_run += 1
-
     def _reshards(self, unit: nn.Module, policy: nn.Module) -> bool:
         """Not the policy's own weights: backward begins with them."""
         return self.reshard_after_forward and unit is not policy
 
-    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients stay whole on their rank; the next backward outside reduces their sum to shards."""
-        return _without_reduction(module)
+    @contextmanager
+    def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
+        """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
+        with self._collectives.micro_batch(closes=closes), nullcontext() if closes else _without_reduction(module):
+            yield
 
-    def contribute_nothing(self, module: nn.Module, again: Callable[[], Tensor | None] | None = None) -> None:
-        """A forward of the policy, by ``again``, and the backward of zero times its loss.
+    def contribute_nothing(self, module: nn.Module, *, closes: bool) -> None:
+        """Refused: each backward gathers weights, and sums of gradients belong on every rank.
 
         Raises:
-            DistributedError: The forward has been, and its loss leads to no backward in which ranks could meet.
+            DistributedError: Always.
         """
-        loss = None if again is None else again()
-        if loss is None:
-            raise DistributedError(
-                f"The loss of rank {self.rank} has no gradient, so it would run no backward, but in a sharded run each "
-                "gathers weights that the others wait for.\n"
-                "Return a loss that has a gradient, zero times an output of the policy for instance, or use "
-                "distributed='ddp'."
-            )
-        (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+        raise DistributedError(
+            f"The loss of rank {self.rank} has no gradient, so it would run no backward, but in a sharded run each "
+            "gathers weights that the others wait for.\n"
+            "Return a loss that has a gradient, zero times an output of the policy for instance, or use "
+            "distributed='ddp'."
+        )
+
+    @property
+    def can_stand_in(self) -> bool:
+        """After the first window; where a rank holds all of a shard's rows, only replicas talk, and are not noted."""
+        return self._collectives.are_known and self._shard_group.size() > 1
+
+    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
+        """The collectives of the micro-batch by themselves, with this rank's weights."""
+        self._collectives.repeat(closes=closes)
 
     # Parts and wholes ----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from .errors import ConfigError, DistributedError, in_words
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
 from .roll_call import RollCall
+from .tree import map_tensors
 
 T = TypeVar("T")
 
@@ -185,6 +186,12 @@ class ManyProcesses(DistributionStrategy):
                 "answer alike on all."
             )
         return [answer.value for answer in answers]
+
+    def from_rank(self, rank: int, value: T) -> T:
+        """One broadcast of its bytes."""
+        values = [map_tensors(value, lambda tensor, _: tensor.cpu()) if self.rank == rank else None]
+        distributed.broadcast_object_list(values, src=rank)
+        return values[0]  # type: ignore[return-value]
 
     def excuse(self, error: BaseException) -> bool:
         """One gather, of the others' errors if they bring some too."""

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,21 +85,57 @@ class Masked(Policy):
         return (loss.detach() if self.rank == 1 and self.calls % 2 else loss), metrics
 
 
-class Breaks(Policy):
-    """Its forward fails on rank 1 for a batch with the sample 20, before its first unit or after its last."""
+class Breaks(nn.Module):
+    """Its own code fails on a rank, from a forward on: ``before``, ``between`` or ``after`` its blocks, or ``back``.
 
-    def __init__(self, where: str) -> None:
+    Args:
+        where: ``back`` is between the blocks in the backward.
+        rank: ``None`` for none.
+        width: From 600 on, the sums of gradients that DDP makes are several.
+    """
+
+    fsdp_units: ClassVar[list[str]] = ["Block"]
+
+    def __init__(self, where: str, rank: int | None, forward: int, width: int) -> None:
         super().__init__()
-        self.where = where
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
+        self.blocks = nn.ModuleList([Block(width, 0.0) for _ in range(3)])
+        self.where, self.left = where, forward if str(rank) == os.environ.get("RANK") else math.inf
 
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        fails = os.environ["RANK"] == "1" and bool((batch["index"] == 20).any())
-        if fails and self.where == "before":
-            raise RuntimeError("the forward of this rank")
-        result = super().forward(batch)
-        if fails:
-            raise RuntimeError("the forward of this rank")
-        return result
+    def _fail(self, where: str, *_: Any) -> None:
+        if where == self.where and self.left < 0:
+            raise RuntimeError(f"{where} the blocks of this rank")
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.left -= 1
+        self._fail("before")
+        x = self.first(batch["x"])
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                self._fail("between")
+                x.register_hook(partial(self._fail, "back"))
+        x = self.last(x)
+        self._fail("after")
+        loss: Tensor = (x - batch["y"]).square().mean()
+        return loss
+
+
+class Tears(SGD):
+    """Fails on a rank in its fourth step, with one weight changed."""
+
+    def __init__(self, parameters: Any, rank: int) -> None:
+        super().__init__(parameters, lr=1e-2, momentum=0.9)
+        self.left = 3 if str(rank) == os.environ["RANK"] else -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.left == 0:
+            next(p for group in self.param_groups for p in group["params"] if p.numel()).mul_(math.nan)
+            raise RuntimeError("in the middle of a step")
+        self.left -= 1
+        super().step()
 
 
 class Detached(Policy):
@@ -134,10 +171,14 @@ class Samples:
 
 
 class Endless(IterableDataset[dict[str, Any]]):
-    """Twelve samples, of which nothing says how many they are."""
+    """Twelve samples, of which nothing says how many they are; in its second epoch one cannot be read on rank 1."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at, self.epochs = fails_at, 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        samples = Samples()
+        self.epochs += 1
+        samples = Samples(fails_at=self.fails_at if self.epochs == 2 and os.environ.get("RANK") == "1" else None)
         return (samples[i] for i in range(12))
 
 

@@ -81,14 +81,17 @@ class Divergence:
             kind = TrainingDiverged if scale is None else LossScaleCollapse
             _end(kind, outcome, f"the last of {in_a_row} skips in a row (max_skips={most})", loss)
 
-    def check_finite(self) -> None:
+    def check_finite(self, *, counts: bool = True) -> None:
         """Refuse to go on, for a save, with weights or buffers that are no longer finite. Waits for the device.
+
+        Args:
+            counts: Whether those of this rank matter.
 
         Raises:
             TrainingDiverged: With the names.
         """
         here = [(name, self._ranks.local(p)) for name, p in self._policy.named_parameters()]
-        own = _non_finite(here) + self._non_finite_buffers()
+        own = _non_finite(here) + self._non_finite_buffers() if counts else []
         bad = list(dict.fromkeys(name for names in self._ranks.gather(own, "save_checkpoint()") for name in names))
         if bad:
             raise TrainingDiverged(

@@ -51,15 +51,24 @@ def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseExcep
 def fail_with_others(run: Run) -> NoReturn:
     """Save what all ranks have, if only some have failed, and end in this rank's error or that of another."""
     words = None if run.failure is None else in_words(run.failure)
-    errors = run.distribution.gather(words, "the end of a run that failed")
+    answers = run.distribution.gather((words, run.updater.is_torn), "the end of a run that failed")
+    errors = [answer for answer, _ in answers]
+    run.saves_from = _whole_rank(run, [is_torn for _, is_torn in answers])
     error = run.failure or _failure_of_another(run, errors)
     _forget_failures(run)
-    if None in errors:
+    if None in errors and run.saves_from is not None:
         run_all((partial(_save_after_failure, run),), error)
     # Else rank 0 tells it.
     error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
     run.place.meeting = False
     raise error
+
+
+def _whole_rank(run: Run, torn: Sequence[bool]) -> int | None:
+    """The first rank that has all of the last update; ``None`` where a shard of it is lost."""
+    if run.distribution.is_sharded and any(torn):
+        return None
+    return next((rank for rank, is_torn in enumerate(torn) if not is_torn), None)
 
 
 def _forget_failures(run: Run) -> None:
@@ -75,9 +84,14 @@ def _forget_failures(run: Run) -> None:
 
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:
     rank = next(rank for rank, error in enumerate(errors) if error)
+    saved = "What was saved can be gone on with once that is mended: --resume."
+    if run.saves_from is None:
+        saved = (
+            "Its optimizer was in the middle of that update, so that the weights are whole in no process. The last "
+            "checkpoint can be gone on with once that is mended: --resume."
+        )
     error = DistributedError(
-        f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n"
-        "What was saved can be gone on with once that is mended: --resume."
+        f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n{saved}"
     )
     error.exit_code = 1  # the run failed; its settings are good
     return error

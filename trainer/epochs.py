@@ -27,7 +27,13 @@ class MicroBatch(NamedTuple):
     batch: Any
     index: int  # type: ignore[assignment]  # within the epoch, from 0; hides tuple.index
     divisor: float  # its loss is divided by this before backward; inf for padding, which counts for nothing
-    closes: bool  # the last of its window
+    left: int  # micro-batches that its window still has
+    ahead: int | None  # those of the window after it, 0 at the end of the epoch; None where nobody knows
+
+    @property
+    def closes(self) -> bool:
+        """Whether it is the last of its window."""
+        return self.left == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +72,7 @@ class TrainingData(ABC):
         self.stats: Mapping[str, Any] | None = getattr(dataset, "stats", None)
         self._seed, self._accumulate = reading.seed, reading.accumulate
         self._rank, self._world_size = reading.rank, reading.world_size
+        self._is_shared = reading.world_size > 1
         self._carried = Carried()
         self._running: Generator[MicroBatch, None, None] | None = None
 
@@ -120,13 +127,16 @@ class TrainingData(ABC):
     def _windows(self, epoch: int, start: int) -> Generator[MicroBatch, None, None]:
         """Draw each window before its first micro-batch goes out: only then is its size known.
 
-        Of a window that ``start`` cuts, which no checkpoint does, the rest stands for the whole.
+        Of a window that ``start`` cuts, which no checkpoint does, the rest stands for the whole. Where a checkpoint
+        after the last window has to know that it was, and a rank that fails how the others go on, the window after it
+        is drawn as well.
         """
-        windows, index = self._drawn_windows(epoch, start), start
-        for window in windows if self._carried.source is None else _one_ahead(windows):
+        index, one_ahead = start, self._is_shared or self._carried.source is not None
+        for window, ahead in _with_next(self._drawn_windows(epoch, start), one_ahead=one_ahead):
             total = sum(part.share.total for part in window) * (index % self._accumulate + len(window)) / len(window)
             while window:
-                yield self._micro_batch(window.pop(0), index, total, closes=not window)
+                part = window.pop(0)
+                yield self._micro_batch(part, index, total, left=len(window), ahead=ahead)
                 index += 1
         if index == 0:
             raise ConfigError(
@@ -134,8 +144,8 @@ class TrainingData(ABC):
                 "It must begin anew each time it is iterated; pass a dataset or a loader, not an iterator."
             )
 
-    def _micro_batch(self, part: Part, index: int, total: float, *, closes: bool) -> MicroBatch:
-        return MicroBatch(part.item, index, part.share.divisor(total, self._world_size), closes)
+    def _micro_batch(self, part: Part, index: int, total: float, *, left: int, ahead: int | None) -> MicroBatch:
+        return MicroBatch(part.item, index, part.share.divisor(total, self._world_size), left, ahead)
 
     def _size(self, batch: Any) -> int:
         """Samples in a batch; where no other is weighed against it, it is one."""
@@ -212,8 +222,9 @@ class OrderedData(KeyedData):
         parts = self._batches(epoch, start)
         for index in range(start, draws.count):
             first = index - index % step
-            last = min(first + step, draws.count)
-            yield self._micro_batch(next(parts), index, draws.size(first, last), closes=index + 1 == last)
+            end = min(first + step, draws.count)
+            ahead, total = min(step, draws.count - end), draws.size(first, end)
+            yield self._micro_batch(next(parts), index, total, left=end - index - 1, ahead=ahead)
 
 
 class KeptData(KeyedData):
@@ -260,14 +271,17 @@ def carried_order(source: Any) -> str:
     return f"{name_of(source)} decides the order and carries its state; resume is as exact as that"
 
 
-def _one_ahead(windows: Iterator[list[Part]]) -> Iterator[list[Part]]:
-    """The same, each given out when the next was drawn: so that a checkpoint after the last one knows that it is."""
+def _with_next(windows: Iterator[list[Part]], *, one_ahead: bool) -> Iterator[tuple[list[Part], int | None]]:
+    """The same, each with the size of the next, which is drawn before it if that is to be known."""
+    if not one_ahead:
+        yield from ((window, None) for window in windows)
+        return
     for first in islice(windows, 1):
         window = first
         for following in windows:
-            yield window
+            yield window, len(following)
             window = following
-        yield window
+        yield window, 0
 
 
 def count_samples(batch: Any) -> int:

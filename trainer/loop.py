@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-from .failure import Phase, end_together
+from .failure import end_together
 from .run import Run
-
-_NOTHING = nullcontext()
 
 
 def train(run: Run) -> None:
@@ -30,13 +26,12 @@ def _train(run: Run) -> None:
     batch_end = run.callbacks.bound["on_train_batch_end"]
 
     while not run.done:
-        for batch, index, divisor, closes in run.begin_epoch():
-            weight = 1.0 / divisor
-            place.enter(batch, index, updater.applied, distribution.units_run)
+        for batch, index, divisor, left, ahead in run.begin_epoch():
+            weight, closes = 1.0 / divisor, left == 0
+            place.enter(index, index + left + 1, updater.applied)
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
-            place.phase = Phase.COMPUTING
-            with _NOTHING if closes else distribution.accumulating(adapter.module):
+            with distribution.micro_batch(adapter.module, closes=closes):
                 loss, metrics = precision.forward(step, batch, index)
                 if loss is not None:
                     share = loss if divisor == 1.0 else loss / divisor
@@ -45,9 +40,9 @@ def _train(run: Run) -> None:
                     precision.backward(share)
                     if weight:  # else it only pads an epoch's end
                         updater.losses[counters.micro_batches] = share.detach()
-                elif closes or distribution.is_sharded:
-                    distribution.contribute_nothing(adapter.module)
-            place.phase = Phase.AFTER
+                else:
+                    distribution.contribute_nothing(adapter.module, closes=closes)
+            place.next = index + 1
             if loss is not None:
                 for hook in after_backward:
                     hook(trainer, policy)
@@ -57,7 +52,7 @@ def _train(run: Run) -> None:
             counters.micro_batches += 1
             counters.batch_in_epoch = index + 1
             if closes:
-                updater.apply()
+                updater.apply(ahead)
             if batch_end:
                 outputs = {**metrics, "loss": None if loss is None else loss.detach()}
                 for hook in batch_end:

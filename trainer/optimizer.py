@@ -79,6 +79,32 @@ def trainable(policy: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
+def moved_parameters(policy: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizers move, by their name in the policy; those frozen now may thaw later.
+
+    Raises:
+        ConfigError: One is not the policy's, or stands in two optimizers.
+    """
+    names = {id(p): name for name, p in policy.named_parameters()}
+    named: dict[str, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not the "
+                        f"policy's, so no checkpoint would hold it.\nMake it an attribute of {type(policy).__name__}."
+                    )
+                if name in named:
+                    raise ConfigError(
+                        f"The parameter {name} stands in two optimizers, but an update moves it once.\n"
+                        "Give each parameter to one of them."
+                    )
+                named[name] = parameter
+    return named
+
+
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..strategies.errors import CallbackError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
-from .failure import Phase, Place
+from .failure import Place
 from .metrics import Means
 from .policy import PolicyAdapter
 from .rng import restore
@@ -61,6 +61,8 @@ class Run:
     #: The error of this rank for which all end; ``failed`` says that they do, be it for another's.
     failure: Exception | None = None
     failed: bool = False
+    #: The rank whose weights, where ranks have the same, are saved; ``None`` when those of one are lost.
+    saves_from: int | None = 0
     resumed: bool = False
     resumed_step: int = 0
     logged_step: int = 0
@@ -109,7 +111,8 @@ class Run:
     def begin_epoch(self) -> Iterator[MicroBatch]:
         """The micro-batches of the epoch under way, from the first that was not used, on the device."""
         start = self.counters.batch_in_epoch
-        self.place.index, self.place.phase, self.place.meeting = start, Phase.BEFORE, True
+        self.place.next = self.place.end = start
+        self.place.meeting, self.updater.agreement.ahead = True, None
         if start == 0:
             self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
         self._part("the start of an epoch")

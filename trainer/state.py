@@ -109,7 +109,7 @@ def save(
     run.saver.wait()
     run.updater.settle()
     _check_held(run)
-    run.updater.divergence.check_finite()
+    run.updater.divergence.check_finite(counts=not run.updater.is_torn)
     extra: dict[str, Any] = {}
     run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
     folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
@@ -139,6 +139,8 @@ def save(
             finish()
 
     captured = capture(run, extra, exact=exact, consolidated=consolidated)
+    if run.saves_from:  # rank 0 failed in its optimizer
+        captured = ranks.from_rank(run.saves_from, captured)
     if background:
         if ranks.is_main or ranks.saves_shards:
             run.saver.save(captured, write_and_finish)

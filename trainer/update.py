@@ -11,18 +11,20 @@ when they are used and the weights are still those after the predecessor when it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.errors import DistributedError
 from ..strategies.mailbox import Mailbox
 from .agreement import AGREED, Agreement
 from .counters import Counters
 from .divergence import Divergence
 from .fused import lands_on_the_device
+from .optimizer import moved_parameters
 from .outcome import Outcome, Reason
 from .schedule import Schedule
 from .settings import Settings
@@ -67,12 +69,14 @@ class Updater:
         bound = trainer.callbacks.bound
         self._before_step, self._before_zero_grad = bound["on_before_optimizer_step"], bound["on_before_zero_grad"]
         self._update_end = bound["on_update_end"]
-        self._named = _named_parameters(policy, self.optimizers)
+        self._named = moved_parameters(policy, self.optimizers)
         self._parameters = list(self._named.values())
         self._names = tuple(self._named)
         self.agreement = Agreement(self._distribution, mailbox)
-        #: Updates tried so far, whether settled or not; and whether an error broke one off that ranks had agreed on.
-        self.applied, self.half_applied = 0, False
+        #: Updates tried so far, whether settled or not.
+        self.applied = 0
+        #: Whether an error left weights and optimizer of this rank in the middle of an update that the others made.
+        self.is_torn = False
         #: Updates that came to nothing because a rank had failed; they are the last ones of a run.
         self.failures = 0
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
@@ -80,6 +84,7 @@ class Updater:
         # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
         self._checks = (1 + bool(self._before_step)) if self._guard else 0
         self._checks_left = self._checks
+        self._gradients_there = 0  # in the update before, for the same
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
@@ -98,8 +103,12 @@ class Updater:
 
     # Applying ------------------------------------------------------------------------------------------------
 
-    def apply(self) -> None:
-        """Try one update with the gradients that are there, and drop them."""
+    def apply(self, ahead: int | None = None) -> None:
+        """Try one update with the gradients that are there, and drop them.
+
+        Args:
+            ahead: Micro-batches of the window that comes next in the epoch; ``None`` where nobody knows.
+        """
         self.settle()
         self.aimed_step = self._counters.step + 1
         drawn, losses = self._counters.micro_batches, self._take_losses()
@@ -130,9 +139,31 @@ class Updater:
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
             self._distribution.sync_buffers(self._policy)
-            self.agreement.reach(losses.values(), meets=self.meets_at(self.aimed_step))
+            self.agreement.reach(losses.values(), meets=self.meets_at(self.aimed_step), ahead=ahead)
+            self._gradients_there = len(gradients)
         self.applied += 1
-        self.half_applied = True
+        names = self._names
+        if len(gradients) != len(names):
+            names = tuple(name for name, p in self._named.items() if p.grad is not None)
+        read = partial(self._read, norms, names, drawn, losses)
+        try:
+            self._move(gradients, norm)
+        except Exception:
+            if self._together:  # on the other ranks the update is made
+                self.is_torn = True
+                self._move_scale_and_send(non_finite, scale_slot)
+                self._close(read)
+            raise
+        self._move_scale_and_send(non_finite, scale_slot)
+        try:
+            for hook in self._before_zero_grad:
+                for optimizer in self.optimizers:
+                    hook(self._trainer, self._policy, optimizer)
+        finally:  # on the other ranks, and on the device, the update is made
+            self._close(read)
+
+    def _move(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """Clip, and let the optimizers step unless the update is a skip."""
         self._clip(gradients, norm)
         if not self._may_skip or self._on_device:
             self._step_all()
@@ -140,17 +171,6 @@ class Updater:
             self._mailbox.send()
             if not self._mailbox.read()[0]:
                 self._step_all()
-        self._move_scale_and_send(non_finite, scale_slot)
-
-        names = self._names
-        if len(gradients) != len(names):
-            names = tuple(name for name, p in self._named.items() if p.grad is not None)
-        try:
-            for hook in self._before_zero_grad:
-                for optimizer in self.optimizers:
-                    hook(self._trainer, self._policy, optimizer)
-        finally:  # on the other ranks, and on the device, the update is made
-            self._close(lambda: self._read(norms, names, drawn, losses))
 
     def _move_scale_and_send(self, non_finite: Tensor, scale_slot: Tensor) -> None:
         if self._precision.scale is not None:
@@ -165,7 +185,7 @@ class Updater:
     def _close(self, read: Callable[[], Outcome]) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._pending, self._checks_left, self.half_applied = read, self._checks, False
+        self._pending, self._checks_left = read, self._checks
 
     def _check_norm(self, gradients: list[Tensor], norm: Tensor, skip: Tensor) -> Tensor:
         """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
@@ -184,19 +204,21 @@ class Updater:
         """Take part in the update of a window when this rank has failed: no rank's weights move."""
         self.settle()
         self.aimed_step = self._counters.step + 1
-        drawn, gradients = self._counters.micro_batches, self._gradients()
+        drawn = self._counters.micro_batches
         skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
+        # As many norms as the others have, though of nothing.
+        gradients = list(torch.zeros(max(self._gradients_there, 1), device=norm.device).unbind())
         while self._checks_left > 0:
             self._check_norm(gradients, norm, skip)
         for flag in (non_finite, edited):
             flag.zero_()
         skip.fill_(1.0)
         self._distribution.sync_buffers(self._policy)
-        self.agreement.reach(self._take_losses().values(), meets=None)
+        self.agreement.reach(self._take_losses().values(), meets=None, ahead=None)
         self.applied += 1
         self._clip(gradients, norm)
         self._move_scale_and_send(non_finite, scale_slot)
-        self._close(lambda: self._read(None, (), drawn, {}))
+        self._close(partial(self._read, None, (), drawn, {}))
 
     @property
     def ends_now(self) -> bool:
@@ -280,11 +302,11 @@ class Updater:
         self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int, losses: Mapping[int, Tensor]
     ) -> Outcome:
         skip, non_finite, edited, stop, failed, has_gradients, bad_loss, *more = self._mailbox.read().tolist()
-        meets, goes_on, norm, scale = more
+        meets, goes_on, ahead, norm, scale = more
         counters = self._counters
         landed = not (self._may_skip and skip)
         if self._together:
-            self.agreement.note(self.applied, stop, failed, apart=landed and bool(meets and goes_on))
+            self.agreement.note(self.applied, stop, failed, apart=landed and bool(meets and goes_on), ahead=ahead)
         return Outcome(
             landed=landed,
             reason=None if landed else _reason(failed, self._together and not has_gradients, non_finite or edited),
@@ -323,25 +345,3 @@ def _reason(failed: float, without_gradients: bool, non_finite: float) -> Reason
     if failed or without_gradients:
         return "failed" if failed else "no_gradients"
     return "non_finite" if non_finite else "norm_overflow"
-
-
-def _named_parameters(policy: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizers move, by their name in the policy; those frozen now may thaw later."""
-    names = {id(p): name for name, p in policy.named_parameters()}
-    named: dict[str, nn.Parameter] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not the "
-                        f"policy's, so no checkpoint would hold it.\nMake it an attribute of {type(policy).__name__}."
-                    )
-                if name in named:
-                    raise ConfigError(
-                        f"The parameter {name} stands in two optimizers, but an update moves it once.\n"
-                        "Give each parameter to one of them."
-                    )
-                named[name] = parameter
-    return named

@@ -100,8 +100,9 @@ class RunView:
     @property
     def can_save(self) -> bool:
         """Whether a save would find all ranks: alone always, else not once an error has taken one of them away."""
-        alone = self.distribution.world_size == 1
-        return alone or self._status in ("running", "completed", "stopped") or self._active.failed
+        if self.distribution.world_size == 1 or self._status in ("running", "completed", "stopped"):
+            return True
+        return self._active.failed and self._active.saves_from is not None
 
     @property
     def resumed(self) -> bool:

@@ -150,7 +150,7 @@ def a_window_talks_only_when_it_closes(make: Make) -> None:
         module = strategy.wrap(policy)
         for _ in range(2):
             first, second = own(all_samples(), strategy).chunk(2)
-            with strategy.accumulating(module):
+            with strategy.micro_batch(module, closes=False):
                 (module(first) / 2).backward()
             before = [None if p.grad is None else strategy.local(p.grad).tolist() for p in policy.parameters()]
             seen = strategy.gather(before)
@@ -164,7 +164,7 @@ def a_window_that_was_broken_off_does_not_mute_the_next(make: Make) -> None:
     with joined(make) as strategy:
         policy = Toy()
         module = strategy.wrap(policy)
-        with suppress(KeyError), strategy.accumulating(module):
+        with suppress(KeyError), strategy.micro_batch(module, closes=False):
             raise KeyError
         module(own(all_samples(), strategy)).backward()
         assert_equal(whole_gradients(strategy, policy), expected_gradients())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from processes import outcomes_of, run
 from ranks import OPTIMIZERS, Fails, Policy, Stops, train
 from torch import Tensor
 
-from policyfit import Callback, Checkpoint, ConfigError, DistributedError, Trainer, load
+from policyfit import EMA, Callback, Checkpoint, ConfigError, DistributedError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -120,6 +121,7 @@ PLACES = [
     ("on_train_epoch_start", 6, 6, 6),
     ("on_train_batch_start", 3, 5, 3),
     ("on_train_batch_start", 5, 6, 5),  # in the last window of an epoch, at whose end all know
+    ("on_before_backward", 6, 8, 6),
     ("on_after_backward", 6, 8, 6),
     ("on_before_optimizer_step", 4, 5, 3),
     ("on_before_zero_grad", 4, 4, 4),
@@ -204,38 +206,121 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
         assert after["ids"] == all_of_them["ids"][-len(after["ids"]) :]
 
 
-def test_error_in_a_sharded_forward_ends_all_in_time_with_its_words(tmp_path: Path) -> None:
-    ranks = run(failed, str(tmp_path), "fsdp", "on_before_backward", limit_s=60.0)
-    assert ranks[1]["text"] == "only on this rank"
-    assert ranks[0]["error"] == "DistributedError"
-    assert "only on this rank" in ranks[0]["text"]
-    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
-    assert saved.manifest["counters"]["step"] == 6
+# Where the code of rank 1's policy fails, in which forward of windows of two; the update after which all end, and the
+# step that is then saved. An epoch has six updates.
+BREAKS = [
+    ("before", 6, 5, 3),
+    ("between", 6, 5, 3),
+    ("between", 7, 5, 3),
+    ("after", 7, 5, 3),
+    ("back", 6, 5, 3),
+    ("back", 7, 5, 3),
+    ("back", 9, 6, 4),  # the window after it is of one, and an epoch's last
+    ("between", 10, 6, 5),
+]
 
 
-def broken(folder: str, distributed: str, where: str) -> tuple[str, int]:
+def broken(folder: str, distributed: str, batch_size: int) -> list[tuple[str, int, int]]:
     from ranks import Breaks, Samples
 
+    from policyfit.strategies.fsdp import FSDP
+
+    ends = []
+    for number, (where, forward, *_) in enumerate(BREAKS):
+        trainer = Trainer(
+            "cpu", max_steps=30, batch_size=batch_size, accumulate=2, clip_norm=1.0, seed=7,
+            run_dir=f"{folder}/{number}", callbacks=[Checkpoint(every_steps=50)],
+            distributed=FSDP(shard=2, replicate=2) if distributed == "hsdp" else distributed,
+        )  # fmt: skip
+        text = ""
+        try:
+            trainer.fit(Breaks(where, 1, forward, 600), Samples())
+        except Exception as error:
+            text = str(error)
+        ends.append((text, trainer.step, trainer.micro_batches))
+    return ends
+
+
+@pytest.mark.parametrize(("distributed", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_saved(
+    tmp_path: Path, distributed: str, ranks: int
+) -> None:
+    others, own, *_ = run(broken, str(tmp_path), distributed, 4 // ranks, ranks=ranks, limit_s=90.0)
+    for number, (where, forward, update, step) in enumerate(BREAKS):
+        place = f"{where} in forward {forward}"
+        assert own[number] == (f"{where} the blocks of this rank", step, 2 * step), place
+        assert others[number][1:] == own[number][1:], place
+        assert f"so all ended after update {update}: RuntimeError: {where} the blocks" in others[number][0], place
+        saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
+        assert saved.manifest["counters"]["step"] == step, place
+
+
+def exhausted(folder: str) -> tuple[bool, str]:
+    from ranks import Samples
+
+    class Exhausted(Policy):
+        held: weakref.ref[Tensor] | None = None
+
+        def forward(self, batch: dict[str, Tensor]) -> Any:
+            held = self.first(batch["x"])
+            if os.environ["RANK"] == "1" and (batch["index"] == 20).any():
+                self.held = weakref.ref(held)
+                raise torch.OutOfMemoryError("no room on the device")
+            return super().forward(batch)
+
+    policy = Exhausted()
+    try:
+        Trainer("cpu", max_steps=9, batch_size=4, seed=7, run_dir=folder, distributed="fsdp").fit(policy, Samples())
+    except Exception as error:
+        return policy.held is not None and policy.held() is None, str(error)
+    return False, ""
+
+
+def test_rank_that_ran_out_of_memory_lets_go_of_what_it_computed_before_it_takes_part(tmp_path: Path) -> None:
+    (_, others), (is_free, own) = run(exhausted, str(tmp_path / "run"), limit_s=40.0)
+    assert own == "no room on the device"
+    assert "Rank 1 failed, so all ended after update" in others
+    assert is_free
+
+
+def torn(folder: str, distributed: str, rank: int, every: int) -> str:
+    from ranks import Samples, Tears
+
     trainer = Trainer(
-        "cpu", max_steps=30, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=distributed,
-        callbacks=[Checkpoint(every_steps=2)],
+        "cpu", max_steps=8, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed=distributed,
+        callbacks=[Checkpoint(every_steps=every, save_on_exception=True), EMA(0.9)],
     )  # fmt: skip
     try:
-        trainer.fit(Breaks(where), Samples())
+        trainer.fit(Policy(), Samples(), optimizer=lambda p: Tears(p, rank))
     except Exception as error:
-        return str(error), trainer.step
-    return "", trainer.step
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize(("distributed", "where"), [("ddp", "before"), ("ddp", "after"), ("fsdp", "before")])
-def test_error_in_the_forward_of_one_rank_ends_all_in_order(tmp_path: Path, distributed: str, where: str) -> None:
-    (others, step), (own, own_step) = run(broken, str(tmp_path), distributed, where, limit_s=40.0)
-    assert own == "the forward of this rank"
-    assert "Rank 1 failed, so all ended after update" in others
-    assert "RuntimeError: the forward of this rank" in others
-    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
-    assert step == own_step == saved.manifest["counters"]["step"]
-    assert saved.manifest["counters"]["skipped"] == 0
+@pytest.mark.parametrize("rank", [0, 1])
+def test_update_that_one_rank_broke_off_is_saved_as_the_others_made_it(tmp_path: Path, rank: int) -> None:
+    ends = run(torn, str(tmp_path / "torn"), "ddp", rank, 3, limit_s=40.0)
+    assert ends[rank] == "in the middle of a step"
+    assert f"Rank {rank} failed, so all ended after update 6: RuntimeError: in the mid" in ends[1 - rank]
+    run(torn, str(tmp_path / "straight"), "ddp", 2, 4, limit_s=40.0)
+    saved, straight = (
+        read_checkpoint(tmp_path / name / "run" / "checkpoints" / "000004") for name in ("torn", "straight")
+    )
+    assert saved.manifest["counters"]["step"] == 4
+    same(saved.model, straight.model)
+    same(saved.models["ema"], straight.models["ema"])
+    for index, entry in straight.optimizers[0]["state"].items():
+        same(saved.optimizers[0]["state"][index], entry)
+
+
+def test_shard_that_an_optimizer_broke_is_not_saved_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    first, second = run(torn, str(tmp_path), "fsdp", 1, 3, limit_s=40.0)
+    assert second == "in the middle of a step"
+    assert "so all ended after update 6: RuntimeError: in the middle of a step" in first
+    assert "the weights are whole in no process. The last checkpoint can be gone on with" in first
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000003", "last"]
+    assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 3
 
 
 def killed(folder: str, distributed: str) -> str:
@@ -577,24 +662,52 @@ def test_error_whose_words_are_none_or_too_many_ends_all_in_order(tmp_path: Path
     assert "Rank 1 failed, so all ended after update 5: RuntimeError: xxx" in first
 
 
-def unsized(folder: str) -> str:
+# Of data whose length nobody knows, three micro-batches an epoch: micro-batches in a window; what fails on rank 1, a
+# hook at a draw or a sample of the second epoch; the update after which all end, and the step that is then saved.
+UNSIZED: list[tuple[int, str | int, int, int, int]] = [
+    (1, "on_after_backward", 4, 6, 4),
+    (1, "on_train_batch_start", 5, 6, 5),  # the last of an epoch
+    (1, "on_train_batch_end", 6, 6, 6),  # after it
+    (1, "sample", 0, 5, 3),
+    (1, "sample", 9, 6, 4),  # it is drawn with the window after the one under way
+    (2, "on_train_batch_start", 4, 4, 2),
+    (2, "on_before_backward", 5, 4, 3),  # in a window of one
+    (2, "sample", 0, 4, 2),
+    (2, "sample", 9, 4, 2),
+]
+
+
+def unsized(folder: str, distributed: str) -> list[str]:
     from ranks import Endless
 
-    trainer = Trainer(
-        "cpu", max_steps=30, batch_size=2, seed=0, run_dir=f"{folder}/run", distributed="ddp",
-        callbacks=[Fails(rank=1, hook="on_after_backward", micro_batch=5)],
-    )  # fmt: skip
-    try:
-        trainer.fit(Policy(), Endless())
-    except Exception as error:
-        return str(error)
-    return ""
+    said = []
+    for number, (accumulate, where, at, *_) in enumerate(UNSIZED):
+        fails = [] if where == "sample" else [Fails(rank=1, hook=str(where), micro_batch=at)]
+        trainer = Trainer(
+            "cpu", max_steps=30, batch_size=2, accumulate=accumulate, seed=0, run_dir=f"{folder}/{number}",
+            distributed=distributed, callbacks=[*fails, Checkpoint(every_steps=0)],
+        )  # fmt: skip
+        text = ""
+        try:
+            trainer.fit(Policy(), Endless(at if where == "sample" else None))
+        except Exception as error:
+            text = str(error)
+        said.append(text)
+    return said
 
 
-def test_failure_with_data_of_unknown_length_waits_for_nobody(tmp_path: Path) -> None:
-    first, second = run(unsized, str(tmp_path), limit_s=40.0)
-    assert second == "only on this rank"
-    assert "only on this rank" in first
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_failure_with_data_of_unknown_length_ends_all_after_the_same_update_saved(
+    tmp_path: Path, distributed: str
+) -> None:
+    first, second = run(unsized, str(tmp_path), distributed, limit_s=60.0)
+    for number, (accumulate, where, at, update, step) in enumerate(UNSIZED):
+        place = f"{where} {at}, {accumulate} a window"
+        words = "the disk of this rank is gone" if where == "sample" else "only on this rank"
+        assert words in second[number], place
+        assert f"Rank 1 failed, so all ended after update {update}:" in first[number], place
+        saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
+        assert saved.manifest["counters"]["step"] == step, place
 
 
 def replayed(folder: str) -> list[Any]:

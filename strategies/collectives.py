@@ -1,0 +1,135 @@
+"""The collectives of a sharded micro-batch, noted so that a rank that cannot compute it can make them all the same.
+
+FSDP2 decides in its hooks when a unit is gathered and when its gradients are reduced, and tells nobody. But it lets
+the two calls be replaced (``set_custom_all_gather``, ``set_custom_reduce_scatter``): those here do what its own do, and
+note it. Micro-batches that close their window are alike in this, and the others are the same without the reductions:
+what there was in the last one is what there will be in the next.
+
+Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_reduce`` of torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+
+class Collectives:
+    """Those of the units of one policy.
+
+    Args:
+        units: The modules that ``fully_shard`` has made its own, the policy itself among them.
+        replicas: The group of ranks that hold the same shards; ``None`` where there are no others.
+    """
+
+    def __init__(self, units: Sequence[Any], replicas: Any = None) -> None:
+        self._units, self.replicas = units, replicas
+        #: Whether gathers leave out the other ranks, and give nothing of worth.
+        self.is_mute = False
+        self._noted: list[_Gather | _Reduction] = []
+        self._under_way = False
+        self._last: list[_Gather | _Reduction] | None = None
+        for unit in units:
+            unit.set_custom_all_gather(_Gather(self, unit))
+            unit.set_custom_reduce_scatter(_Reduce(self))
+
+    @contextmanager
+    def micro_batch(self, *, closes: bool) -> Iterator[None]:
+        """Note those of a forward and its backward."""
+        self._noted, self._under_way = [], True
+        yield
+        self._under_way = False  # not after an error: then the rest is still to come
+        if closes:
+            self._last = self._noted
+
+    def note(self, one: _Gather | _Reduction) -> None:
+        """What is about to be done; outside a micro-batch it is no matter."""
+        if self._under_way:
+            self._noted.append(one)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there has been a micro-batch that closed its window."""
+        return self._last is not None
+
+    def repeat(self, *, closes: bool) -> None:
+        """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off."""
+        assert self._last is not None
+        done = 0
+        if self._under_way:
+            done, self._under_way = len(self._noted), False
+            self._let_go()
+        for one in [one for one in self._last if closes or isinstance(one, _Gather)][done:]:
+            one.repeat()
+
+    def _let_go(self) -> None:
+        """Have no unit gathered, nor about to be, wherever the error found it."""
+        self.is_mute = True
+        for unit in self._units:
+            unit.set_reshard_after_forward(True, recurse=False)  # else ``reshard`` does nothing within a forward
+            unit.unshard()  # ends a gather that was begun
+            unit.reshard()
+        self.is_mute = False
+
+
+class _Memory:
+    """Where torch's own calls have it too."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Memory):
+    """The weights of one unit, gathered."""
+
+    def __init__(self, collectives: Collectives, unit: Any) -> None:
+        self._collectives, self._unit = collectives, unit
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        if self._collectives.is_mute:
+            return None
+        self._collectives.note(self)
+        return _all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    def repeat(self) -> None:
+        self._unit.unshard()
+        self._unit.reshard()
+
+
+class _Reduce(_Memory):
+    """The gradients of a unit, reduced to shards of them."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._collectives.note(_Reduction(input_tensor, group, op, self._collectives.replicas))
+        return _reduce_scatter()(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class _Reduction:
+    """One of them; between replicas an all-reduce by the same operation follows it, in torch's own code."""
+
+    def __init__(self, gradients: Tensor, group: Any, op: Any, replicas: Any) -> None:
+        self._numel, self._dtype, self._device = gradients.numel(), gradients.dtype, gradients.device
+        self._group, self._op, self._replicas = group, op, replicas
+
+    def repeat(self) -> None:
+        zeros = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+        own = zeros.new_empty(self._numel // self._group.size())
+        _reduce_scatter()(own, zeros, op=self._op, group=self._group)
+        if self._replicas is not None:
+            distributed.all_reduce(own, op=self._op, group=self._replicas)
+
+
+def _all_gather() -> Callable[..., Any]:
+    """Torch's, which has another name since 2.13."""
+    return getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    return getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
