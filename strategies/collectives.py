@@ -2,8 +2,9 @@
 
 FSDP2 decides in its hooks when a unit is gathered and when its gradients are reduced, and tells nobody. But it lets
 the two calls be replaced (``set_custom_all_gather``, ``set_custom_reduce_scatter``): those here do what its own do, and
-note it. Micro-batches that close their window are alike in this, and the others are the same without the reductions:
-what there was in the last one is what there will be in the next.
+note it. A micro-batch that closes its window is taken to be like the last one that did, and any other to be the same
+without the reductions. Where that is not so (a unit has thawed since, or runs in some windows only), ranks lose each
+other.
 
 Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_reduce`` of torch 2.11 and 2.13.
 """
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed
 
 
+class _Collective(Protocol):
+    def repeat(self) -> None: ...
+
+
 class Collectives:
-    """Those of the units of one policy.
+    """Notes the all-gathers and reduce-scatters of a policy's units, and repeats them.
 
     Args:
         units: The modules that ``fully_shard`` has made its own, the policy itself among them.
@@ -28,26 +33,26 @@ class Collectives:
 
     def __init__(self, units: Sequence[Any], replicas: Any = None) -> None:
         self._units, self.replicas = units, replicas
-        #: Whether gathers leave out the other ranks, and give nothing of worth.
+        #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._noted: list[_Gather | _Reduction] = []
-        self._under_way = False
-        self._last: list[_Gather | _Reduction] | None = None
+        self._noted: list[_Collective] = []
+        self._under_way = False  # also after an error, until the rest is made
+        self._last: list[_Collective] | None = None
         for unit in units:
-            unit.set_custom_all_gather(_Gather(self, unit))
-            unit.set_custom_reduce_scatter(_Reduce(self))
+            unit.set_custom_all_gather(_AllGather(self, unit))
+            unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
     @contextmanager
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
         """Note those of a forward and its backward."""
         self._noted, self._under_way = [], True
         yield
-        self._under_way = False  # not after an error: then the rest is still to come
+        self._under_way = False
         if closes:
             self._last = self._noted
 
-    def note(self, one: _Gather | _Reduction) -> None:
-        """What is about to be done; outside a micro-batch it is no matter."""
+    def note(self, one: _Collective) -> None:
+        """What is about to be done; ignored outside a micro-batch."""
         if self._under_way:
             self._noted.append(one)
 
@@ -62,11 +67,11 @@ class Collectives:
         done = 0
         if self._under_way:
             done, self._under_way = len(self._noted), False
-            self._let_go()
-        for one in [one for one in self._last if closes or isinstance(one, _Gather)][done:]:
+            self._reshard_all()
+        for one in [one for one in self._last if closes or isinstance(one, _AllGather)][done:]:
             one.repeat()
 
-    def _let_go(self) -> None:
+    def _reshard_all(self) -> None:
         """Have no unit gathered, nor about to be, wherever the error found it."""
         self.is_mute = True
         for unit in self._units:
@@ -77,14 +82,14 @@ class Collectives:
 
 
 class _Memory:
-    """Where torch's own calls have it too."""
+    """Allocates as torch's own calls do."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Memory):
-    """The weights of one unit, gathered."""
+class _AllGather(_Memory):
+    """That of one unit's weights."""
 
     def __init__(self, collectives: Collectives, unit: Any) -> None:
         self._collectives, self._unit = collectives, unit
@@ -100,8 +105,8 @@ class _Gather(_Memory):
         self._unit.reshard()
 
 
-class _Reduce(_Memory):
-    """The gradients of a unit, reduced to shards of them."""
+class _ReduceScatter(_Memory):
+    """That of a unit's gradients."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -112,7 +117,7 @@ class _Reduce(_Memory):
 
 
 class _Reduction:
-    """One of them; between replicas an all-reduce by the same operation follows it, in torch's own code."""
+    """A reduce-scatter that was made; between replicas torch all-reduces its result by the same operation."""
 
     def __init__(self, gradients: Tensor, group: Any, op: Any, replicas: Any) -> None:
         self._numel, self._dtype, self._device = gradients.numel(), gradients.dtype, gradients.device

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from .errors import ConfigError, DistributedError, in_words
 from .group import ManyProcesses
 
 T = TypeVar("T")
-_NOTHING = nullcontext()
 
 
 class DDP(ManyProcesses):
@@ -41,6 +40,7 @@ class DDP(ManyProcesses):
             raise ConfigError(f"DDP.find_unused_parameters must be true or false, got {find_unused_parameters!r}.")
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
+        # Until the first update, where every parameter has to have a gradient.
         self._unchecked = False
 
     def wrap(self, policy: nn.Module) -> nn.Module:
@@ -77,26 +77,35 @@ class DDP(ManyProcesses):
 
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
         """Gradients stay on their rank until the backward that closes the window sends their sum."""
-        return _NOTHING if closes else module.no_sync()  # type: ignore[operator]
+        return nullcontext() if closes else module.no_sync()  # type: ignore[operator]
 
-    def contribute_nothing(self, module: nn.Module, *, closes: bool) -> None:
-        """A forward whose loss is zero times every parameter, and its backward."""
+    def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
+        """A forward whose loss is zero times every parameter, and its backward, where the window closes."""
         if closes:
             module(policyfit_step=self._zero).backward()
 
-    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """The same; where a backward was left by an error, for the parameters alone that it had not come to.
+    @property
+    def can_stand_in(self) -> bool:
+        """Always."""
+        return True
 
-        Torch has summed some of its buckets then, and waits for the others.
+    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
+        """A forward and backward of zeros; where a backward was left by an error, what is missing of that backward.
+
+        Torch has summed some of its buckets then, and waits for the gradients of the others. It tells by an error alone
+        which it has, and before the first update it would count those twice.
         """
         try:
-            self.contribute_nothing(module, closes=closes)
+            self.backward_of_nothing(module, closes=closes)
         except RuntimeError as error:
-            if not _is_unfinished(error):
+            if self._unchecked or not _is_unfinished(error):
                 raise
             for _, parameter in self._trainable:
-                with _unless_summed():
+                try:
                     _nothing(parameter).backward()  # type: ignore[no-untyped-call]
+                except RuntimeError as said:
+                    if "mark a variable ready only once" not in in_words(said):
+                        raise
 
     def _zero(self) -> Tensor:
         return torch.stack([_nothing(p) for _, p in self._trainable]).sum()
@@ -144,16 +153,6 @@ class _Door(nn.Module):
 
 def _nothing(parameter: Tensor) -> Tensor:
     return parameter.reshape(-1)[:1].sum() * 0.0
-
-
-@contextmanager
-def _unless_summed() -> Iterator[None]:
-    """Pass over a parameter whose gradient torch has already: it says so by an error, and by nothing else."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mark a variable ready only once" not in in_words(error):
-            raise
 
 
 def _is_unfinished(error: BaseException) -> bool:

@@ -18,7 +18,6 @@ from .errors import DistributedError
 from .facts import MachineFacts, world_size
 
 T = TypeVar("T")
-_NOTHING = nullcontext()
 
 
 class RankFailed(DistributedError):
@@ -87,7 +86,7 @@ class DistributionStrategy(ABC):
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
         """The context of a forward and its backward; unless they close their window, ranks need not sum gradients."""
 
-    def contribute_nothing(self, module: nn.Module, *, closes: bool) -> None:
+    def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """In place of the backward of a loss that has no gradient: add zeros to what the others sum.
 
         Raises:
@@ -96,14 +95,17 @@ class DistributionStrategy(ABC):
 
     @property
     def can_stand_in(self) -> bool:
-        """Whether this rank knows what ``stand_in`` has to say."""
-        return True
+        """Whether this rank knows what ``stand_in`` would have to say."""
+        return False
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """Say to the others what is left of a micro-batch that this rank cannot compute, with gradients of zero.
+        """Take this rank's part in a micro-batch that it cannot compute, with gradients of zero.
 
-        That is all of it, unless ``micro_batch`` was left by an error: then what that left unsaid. Gradients are of no
-        worth afterwards.
+        The whole part, or where ``micro_batch`` was left by an error, the rest of it. Gradients are of no worth
+        afterwards.
+
+        Raises:
+            RuntimeError: It could not; the others then lose this rank.
         """
 
     # What ranks agree on -------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class SingleProcess(DistributionStrategy):
 
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
         """Nobody to talk to."""
-        return _NOTHING
+        return nullcontext()
 
     def reduce_max(self, flags: Tensor) -> None:
         """Its own flags are all there are."""

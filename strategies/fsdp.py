@@ -29,7 +29,7 @@ from .units import check_parameters, find_units
 
 T = TypeVar("T")
 
-_OLDEST = (2, 8)  # the first that shards frozen parameters of another type, and can keep units whole for a while
+_OLDEST = (2, 9)  # the first whose collectives can be noted
 _REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Methods of a policy that are called from outside, and then need its weights as ``forward`` does.
 _ENTRANCES = ("training_step", "validation_step", "select_action", "predict_action_chunk")
@@ -218,7 +218,7 @@ class FSDP(ManyProcesses):
         with self._collectives.micro_batch(closes=closes), nullcontext() if closes else _without_reduction(module):
             yield
 
-    def contribute_nothing(self, module: nn.Module, *, closes: bool) -> None:
+    def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """Refused: each backward gathers weights, and sums of gradients belong on every rank.
 
         Raises:
@@ -233,11 +233,14 @@ class FSDP(ManyProcesses):
 
     @property
     def can_stand_in(self) -> bool:
-        """After the first window; where a rank holds all of a shard's rows, only replicas talk, and are not noted."""
+        """After the first window; not where each rank holds all rows, and only the replicas' talk is left."""
         return self._collectives.are_known and self._shard_group.size() > 1
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """The collectives of the micro-batch by themselves, with this rank's weights."""
+        """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit.
+
+        Those of the last window are repeated, so that the windows of a run have to be alike.
+        """
         self._collectives.repeat(closes=closes)
 
     # Parts and wholes ----------------------------------------------------------------------------------------

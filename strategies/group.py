@@ -188,10 +188,19 @@ class ManyProcesses(DistributionStrategy):
         return [answer.value for answer in answers]
 
     def from_rank(self, rank: int, value: T) -> T:
-        """One broadcast of its bytes."""
-        values = [map_tensors(value, lambda tensor, _: tensor.cpu()) if self.rank == rank else None]
-        distributed.broadcast_object_list(values, src=rank)
-        return values[0]  # type: ignore[return-value]
+        """One broadcast of all but the tensors, and one of each of these, so that no device has to hold them all."""
+        trees = [map_tensors(value, lambda tensor, _: tensor.to("meta")) if self.rank == rank else None]
+        distributed.broadcast_object_list(trees, src=rank)
+
+        def sent(tensor: Tensor, key: str) -> Tensor:
+            if self.rank == rank:
+                here = tensor.detach().to(self._device).contiguous()
+            else:
+                here = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            distributed.broadcast(here, src=rank)
+            return here.cpu()
+
+        return map_tensors(value if self.rank == rank else trees[0], sent)  # type: ignore[no-any-return]
 
     def excuse(self, error: BaseException) -> bool:
         """One gather, of the others' errors if they bring some too."""

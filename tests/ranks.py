@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from torch.utils.data import IterableDataset
 
 from policyfit import EMA, FP16, Callback, Checkpoint, Trainer, WarmupCosine
 from policyfit.strategies.fsdp import FSDP
+from policyfit.trainer.checkpoint import read_checkpoint
 
 SAMPLES = 44  # an epoch of 8 a time ends with a window of 4
 
@@ -85,59 +81,6 @@ class Masked(Policy):
         return (loss.detach() if self.rank == 1 and self.calls % 2 else loss), metrics
 
 
-class Breaks(nn.Module):
-    """Its own code fails on a rank, from a forward on: ``before``, ``between`` or ``after`` its blocks, or ``back``.
-
-    Args:
-        where: ``back`` is between the blocks in the backward.
-        rank: ``None`` for none.
-        width: From 600 on, the sums of gradients that DDP makes are several.
-    """
-
-    fsdp_units: ClassVar[list[str]] = ["Block"]
-
-    def __init__(self, where: str, rank: int | None, forward: int, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
-        self.blocks = nn.ModuleList([Block(width, 0.0) for _ in range(3)])
-        self.where, self.left = where, forward if str(rank) == os.environ.get("RANK") else math.inf
-
-    def _fail(self, where: str, *_: Any) -> None:
-        if where == self.where and self.left < 0:
-            raise RuntimeError(f"{where} the blocks of this rank")
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        self.left -= 1
-        self._fail("before")
-        x = self.first(batch["x"])
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 1:
-                self._fail("between")
-                x.register_hook(partial(self._fail, "back"))
-        x = self.last(x)
-        self._fail("after")
-        loss: Tensor = (x - batch["y"]).square().mean()
-        return loss
-
-
-class Tears(SGD):
-    """Fails on a rank in its fourth step, with one weight changed."""
-
-    def __init__(self, parameters: Any, rank: int) -> None:
-        super().__init__(parameters, lr=1e-2, momentum=0.9)
-        self.left = 3 if str(rank) == os.environ["RANK"] else -1
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.left == 0:
-            next(p for group in self.param_groups for p in group["params"] if p.numel()).mul_(math.nan)
-            raise RuntimeError("in the middle of a step")
-        self.left -= 1
-        super().step()
-
-
 class Detached(Policy):
     """On some ranks the loss has no gradient in some windows."""
 
@@ -168,18 +111,6 @@ class Samples:
             raise ValueError("the disk of this rank is gone")
         factor = math.inf if index in self.poisoned else 1.0
         return {"x": self.x[index], "y": self.y[index], "factor": torch.tensor(factor), "index": index}
-
-
-class Endless(IterableDataset[dict[str, Any]]):
-    """Twelve samples, of which nothing says how many they are; in its second epoch one cannot be read on rank 1."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.fails_at, self.epochs = fails_at, 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.epochs += 1
-        samples = Samples(fails_at=self.fails_at if self.epochs == 2 and os.environ.get("RANK") == "1" else None)
-        return (samples[i] for i in range(12))
 
 
 class Seen(Callback):
@@ -273,40 +204,6 @@ class Stops(Callback):
             trainer.stop("the machine is wanted back", exit_code=143)
 
 
-class Fails(Callback):
-    """Raises in one hook, on one rank."""
-
-    def __init__(self, rank: int, hook: str, micro_batch: int) -> None:
-        self.rank, self.micro_batch = rank, micro_batch
-        setattr(self, hook, self._fail)
-
-    def _fail(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.distribution.rank == self.rank and trainer.micro_batches == self.micro_batch:
-            raise RuntimeError("only on this rank")
-
-    def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None: ...
-    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_train_epoch_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None: ...
-    def on_before_backward(self, trainer: Trainer, policy: nn.Module, loss: Tensor) -> None: ...
-    def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_before_optimizer_step(self, trainer: Trainer, policy: nn.Module, optimizer: Any) -> None: ...
-    def on_before_zero_grad(self, trainer: Trainer, policy: nn.Module, optimizer: Any) -> None: ...
-    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, i: int) -> None: ...
-    def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Any) -> None: ...
-    def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None: ...
-    def on_validation_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_validation_batch_end(self, *_: Any) -> None: ...
-    def on_validation_end(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_due(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_save_checkpoint(self, trainer: Trainer, policy: nn.Module, checkpoint: Any) -> None: ...
-    def on_train_epoch_end(self, trainer: Trainer, policy: nn.Module) -> None: ...
-    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None: ...
-
-    def due(self, step: int) -> bool:
-        return step % 3 == 0
-
-
 class SavesAlone(Callback):
     """Has its own rank alone save at step 3."""
 
@@ -330,15 +227,6 @@ class Events(Callback):
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None:
         if record.get("event") == self.kind:
             self.messages.append(record["message"])
-
-
-class Dies(Callback):
-    def __init__(self, rank: int, micro_batch: int) -> None:
-        self.rank, self.micro_batch = rank, micro_batch
-
-    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
-        if trainer.distribution.rank == self.rank and trainer.micro_batches == self.micro_batch:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Rolls(Callback):
@@ -389,3 +277,22 @@ class Alone(Callback):
                 trainer.save_checkpoint()
             if self.how == "evaluate":
                 trainer.evaluate(policy, Walk, episodes=2)
+
+
+def weights(result: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of the last checkpoint, whole."""
+    return read_checkpoint(Path(result["last"])).model
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        assert float((value - expected[name]).abs().max()) <= tolerance, name
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def job(folder: str, distributed: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return train(f"{folder}/run", distributed, **settings)

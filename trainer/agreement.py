@@ -8,7 +8,7 @@
     has_gradients   a rank has a loss with a gradient; without any the update is a skip
     bad_loss        1 + the number of a rank whose loss is inf or NaN
     meets, goes_on  a rank has something to do, or nothing, together with the others after this update
-    ahead           micro-batches of the window after it; 0 at the end of an epoch
+    next_window     micro-batches of the window after it; 0 at the end of an epoch
 
 A stop or failure that is agreed at one update takes effect after the next, or at the end of its epoch: by then every
 rank has read it, however early or late it settles.
@@ -37,8 +37,8 @@ class Agreement:
     def __init__(self, ranks: DistributionStrategy, mailbox: Mailbox) -> None:
         self._ranks, self._flags = ranks, mailbox.on_device[:AGREED]
         slots = mailbox.slots[:AGREED]
-        self._skip, _, _, self._stop, self._failed, self._has_gradients, self._bad_loss, *meets, self._ahead = slots
-        self._meets = tuple(meets)
+        self._skip, _, _, self._stop, self._failed, self._has_gradients, self._bad_loss, *more = slots
+        *self._meets, self._next_window = more
         self._asks = 0.0  # what this rank says of a stop
         #: Whether this rank has failed, which it says from the next update on.
         self.has_failed = False
@@ -47,19 +47,19 @@ class Agreement:
         #: Whether some ranks meet without the others.
         self.apart = False
         #: Micro-batches of the window that the others come to next in this epoch; ``None`` before its first update.
-        self.ahead: int | None = None
+        self.next_window: int | None = None
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
         self._asks = max(self._asks, 1.0 + exit_code)
 
-    def reach(self, losses: Iterable[Tensor], *, meets: bool | None, ahead: int | None) -> None:
+    def reach(self, losses: Iterable[Tensor], *, meets: bool | None, next_window: int | None) -> None:
         """Make the flags of an update those of all ranks, without waiting.
 
         Args:
             losses: Those of this rank's window that have a gradient.
             meets: Whether ranks have something to do together afterwards, as this one sees it; ``None`` without a view.
-            ahead: Micro-batches of the window that comes next in this epoch, as this rank has drawn it.
+            next_window: Micro-batches of the window that comes next in this epoch, as this rank has drawn it.
         """
         losses = list(losses)
         self._has_gradients.fill_(float(bool(losses)))
@@ -70,16 +70,16 @@ class Agreement:
         self._bad_loss.ne_(self._bad_loss).mul_(self._ranks.rank + 1)
         for slot, answer in zip(self._meets, (True, False), strict=True):
             slot.fill_(float(meets is answer))
-        self._ahead.fill_(float(ahead or 0))
+        self._next_window.fill_(float(next_window or 0))
         for slot, own in ((self._stop, self._asks), (self._failed, float(self.has_failed))):
             if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
         self._ranks.reduce_max(self._flags)
         self._skip.copy_(torch.maximum(self._skip, 1.0 - self._has_gradients))
 
-    def note(self, update: int, stop: float, failed: float, *, apart: bool, ahead: float) -> None:
+    def note(self, update: int, stop: float, failed: float, *, apart: bool, next_window: float) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
-        self.apart, self.ahead = self.apart or apart, int(ahead)
+        self.apart, self.next_window = self.apart or apart, int(next_window)
         if not (stop or failed):
             return
         if self._update is None:

@@ -65,7 +65,7 @@ def fail_with_others(run: Run) -> NoReturn:
 
 
 def _whole_rank(run: Run, torn: Sequence[bool]) -> int | None:
-    """The first rank that has all of the last update; ``None`` where a shard of it is lost."""
+    """The first rank that has all of the last update; ``None`` where none has, or a shard of it is missing."""
     if run.distribution.is_sharded and any(torn):
         return None
     return next((rank for rank, is_torn in enumerate(torn) if not is_torn), None)

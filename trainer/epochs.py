@@ -27,13 +27,8 @@ class MicroBatch(NamedTuple):
     batch: Any
     index: int  # type: ignore[assignment]  # within the epoch, from 0; hides tuple.index
     divisor: float  # its loss is divided by this before backward; inf for padding, which counts for nothing
-    left: int  # micro-batches that its window still has
-    ahead: int | None  # those of the window after it, 0 at the end of the epoch; None where nobody knows
-
-    @property
-    def closes(self) -> bool:
-        """Whether it is the last of its window."""
-        return self.left == 0
+    remaining: int  # micro-batches that its window still has; 0 closes it
+    next_window: int | None  # micro-batches of the window after it, 0 at the end of the epoch; None where nobody knows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,15 +123,16 @@ class TrainingData(ABC):
         """Draw each window before its first micro-batch goes out: only then is its size known.
 
         Of a window that ``start`` cuts, which no checkpoint does, the rest stands for the whole. Where a checkpoint
-        after the last window has to know that it was, and a rank that fails how the others go on, the window after it
-        is drawn as well.
+        has to know that a window was the last, or a rank that fails how the others go on, the next is drawn as well.
         """
-        index, one_ahead = start, self._is_shared or self._carried.source is not None
-        for window, ahead in _with_next(self._drawn_windows(epoch, start), one_ahead=one_ahead):
+        index, count = start, self.batches_per_epoch
+        one_ahead = self._carried.source is not None or (self._is_shared and count is None)
+        for window, following in _with_next(self._drawn_windows(epoch, start), one_ahead=one_ahead):
             total = sum(part.share.total for part in window) * (index % self._accumulate + len(window)) / len(window)
+            if following is None and count is not None:
+                following = min(self._accumulate, max(count - index - len(window), 0))
             while window:
-                part = window.pop(0)
-                yield self._micro_batch(part, index, total, left=len(window), ahead=ahead)
+                yield self._micro_batch(window.pop(0), index, total, len(window), following)
                 index += 1
         if index == 0:
             raise ConfigError(
@@ -144,8 +140,8 @@ class TrainingData(ABC):
                 "It must begin anew each time it is iterated; pass a dataset or a loader, not an iterator."
             )
 
-    def _micro_batch(self, part: Part, index: int, total: float, *, left: int, ahead: int | None) -> MicroBatch:
-        return MicroBatch(part.item, index, part.share.divisor(total, self._world_size), left, ahead)
+    def _micro_batch(self, part: Part, index: int, total: float, remaining: int, next_window: int | None) -> MicroBatch:
+        return MicroBatch(part.item, index, part.share.divisor(total, self._world_size), remaining, next_window)
 
     def _size(self, batch: Any) -> int:
         """Samples in a batch; where no other is weighed against it, it is one."""
@@ -223,8 +219,8 @@ class OrderedData(KeyedData):
         for index in range(start, draws.count):
             first = index - index % step
             end = min(first + step, draws.count)
-            ahead, total = min(step, draws.count - end), draws.size(first, end)
-            yield self._micro_batch(next(parts), index, total, left=end - index - 1, ahead=ahead)
+            following = min(step, draws.count - end)
+            yield self._micro_batch(next(parts), index, draws.size(first, end), end - index - 1, following)
 
 
 class KeptData(KeyedData):

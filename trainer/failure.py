@@ -7,8 +7,9 @@ A rank that has failed cannot just leave, since the others would wait for it. It
     where ranks meet    it comes there too (end of a step where something was due, validation, save, end of an epoch)
                         with its error for an answer, which is raised on the others in place of theirs
 
-Not in order: in the first window of a sharded run, when it is not yet known what its ranks say to each other there.
-Nothing has been trained then; the rank leaves its error in the store and goes.
+Not in order: in the first window of a process a backward that was broken off, and any error under FSDP, since it is not
+known yet what ranks say to each other there. What the run began from is all there is to save then; the rank leaves its
+error in the store and goes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 class Place:
     """Where a rank is between the others: in which window, and whether it is where ranks meet."""
 
-    #: The micro-batch of the epoch that is computed now or next, and the one after the last of its window.
-    next: int = 0
+    #: The micro-batch of the epoch that is computed now or next, and the end of its window: the one after the last.
+    index: int = 0
     end: int = 0
     #: Updates tried when that window began.
     window: int = -1
@@ -42,7 +43,7 @@ class Place:
 
     def enter(self, index: int, end: int, window: int) -> None:
         """A micro-batch was drawn."""
-        self.next, self.end, self.window = index, end, window
+        self.index, self.end, self.window = index, end, window
 
 
 def end_together(run: Run, error: Exception) -> None:
@@ -58,10 +59,11 @@ def end_together(run: Run, error: Exception) -> None:
     if ranks.world_size == 1 or ranks.is_lost(error):
         raise error
     ranks.report(error)
-    if not place.meeting and not ranks.can_stand_in:
+    if not place.meeting and not _can_stand_in(run):
         raise error
     if isinstance(error, torch.OutOfMemoryError):
-        traceback.clear_frames(error.__traceback__)  # they hold what was computed, and there is none to spare
+        # They hold what was computed, and there is no room to spare; a debugger finds them empty.
+        traceback.clear_frames(error.__traceback__)
     try:
         if not place.meeting:
             run.updater.agreement.has_failed = True
@@ -82,16 +84,19 @@ def end_together(run: Run, error: Exception) -> None:
     run.end_failed()
 
 
+def _can_stand_in(run: Run) -> bool:
+    # Before the first update the others make optimizer states, of which this rank would have no part.
+    return run.distribution.can_stand_in and (run.updater.applied > 0 or not run.distribution.is_sharded)
+
+
 def _stand_in(run: Run) -> None:
     """Take part in what is left of the window under way, or in the next, and in its update."""
     place, updater, counters = run.place, run.updater, run.counters
     if not run.in_window:
-        ahead = updater.agreement.ahead
-        end = run.data.window_end(place.end) if ahead is None else place.end + ahead
-        place.enter(place.end, end, updater.applied)
-    for index in range(place.next, place.end):
+        place.enter(place.end, place.end + _next_window(run), updater.applied)
+    for index in range(place.index, place.end):
         run.distribution.stand_in(run.adapter.module, closes=index + 1 == place.end)
-    place.next = place.end
+    place.index = place.end
     counters.micro_batches += place.end - counters.batch_in_epoch
     counters.batch_in_epoch = place.end
     updater.apply_failed()
@@ -101,4 +106,13 @@ def _others_meet(run: Run) -> bool:
     """Whether the others come to a gather before they come to another window."""
     if run.place.asked < run.updater.applied and run.meets():
         return True
-    return not run.in_window and run.updater.agreement.ahead == 0
+    return not run.in_window and _next_window(run) == 0
+
+
+def _next_window(run: Run) -> int:
+    """Micro-batches of the window that the others come to next; 0 at the end of the epoch.
+
+    Before the first update of an epoch nobody has said it: then as many as there can be.
+    """
+    end, said = run.place.end, run.updater.agreement.next_window
+    return run.data.window_end(end) - end if said is None else said

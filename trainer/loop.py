@@ -26,9 +26,9 @@ def _train(run: Run) -> None:
     batch_end = run.callbacks.bound["on_train_batch_end"]
 
     while not run.done:
-        for batch, index, divisor, left, ahead in run.begin_epoch():
-            weight, closes = 1.0 / divisor, left == 0
-            place.enter(index, index + left + 1, updater.applied)
+        for batch, index, divisor, remaining, next_window in run.begin_epoch():
+            weight, closes = 1.0 / divisor, remaining == 0
+            place.enter(index, index + 1 + remaining, updater.applied)
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
             with distribution.micro_batch(adapter.module, closes=closes):
@@ -41,8 +41,8 @@ def _train(run: Run) -> None:
                     if weight:  # else it only pads an epoch's end
                         updater.losses[counters.micro_batches] = share.detach()
                 else:
-                    distribution.contribute_nothing(adapter.module, closes=closes)
-            place.next = index + 1
+                    distribution.backward_of_nothing(adapter.module, closes=closes)
+            place.index = index + 1
             if loss is not None:
                 for hook in after_backward:
                     hook(trainer, policy)
@@ -52,7 +52,7 @@ def _train(run: Run) -> None:
             counters.micro_batches += 1
             counters.batch_in_epoch = index + 1
             if closes:
-                updater.apply(ahead)
+                updater.apply(next_window)
             if batch_end:
                 outputs = {**metrics, "loss": None if loss is None else loss.detach()}
                 for hook in batch_end:

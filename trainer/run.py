@@ -61,7 +61,7 @@ class Run:
     #: The error of this rank for which all end; ``failed`` says that they do, be it for another's.
     failure: Exception | None = None
     failed: bool = False
-    #: The rank whose weights, where ranks have the same, are saved; ``None`` when those of one are lost.
+    #: The rank whose weights and states are saved, where all have the same; ``None`` when they are whole in no process.
     saves_from: int | None = 0
     resumed: bool = False
     resumed_step: int = 0
@@ -111,8 +111,8 @@ class Run:
     def begin_epoch(self) -> Iterator[MicroBatch]:
         """The micro-batches of the epoch under way, from the first that was not used, on the device."""
         start = self.counters.batch_in_epoch
-        self.place.next = self.place.end = start
-        self.place.meeting, self.updater.agreement.ahead = True, None
+        self.place.index = self.place.end = start
+        self.place.meeting, self.updater.agreement.next_window = True, None
         if start == 0:
             self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
         self._part("the start of an epoch")

@@ -19,9 +19,9 @@ from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import CheckpointError
 from ..strategies.tree import map_tensors
 from .checkpoint import TREES, CheckpointState, check_state, removed_after_an_error, tensor_files, write_files
-from .checkpoint_files import FileWriter, writing
+from .checkpoint_files import FileReader, FileWriter, writing
 from .checkpoint_folders import publish
-from .pieces import INFO, OFFSETS, SHAPE, shard_of
+from .pieces import INFO, OFFSETS, SHAPE, read_tensors, shard_of
 from .together import agreed
 
 
@@ -56,6 +56,7 @@ def write_in_shards(ranks: DistributionStrategy, temporary: Path, folder: Path, 
                     )
             writer.files.update(other.files)
             writer.layouts.update(other.layouts)
+        _check_fit(writer, state, folder)
         write_files(writer, state)
         with writing(str(folder)):
             publish(temporary, folder)
@@ -73,6 +74,20 @@ def _write_shards(writer: FileWriter, state: CheckpointState, rank: int) -> File
             mine = {name: tensors[name] for name in found}
             writer.tensors(shard_of(stem, rank), mine, {**metadata, **header(found)})
     return writer
+
+
+def _check_fit(writer: FileWriter, state: CheckpointState, folder: Path) -> None:
+    """Refuse shards of ranks that hold different things, for instance where one has made no optimizer state yet."""
+
+    def unfit(part: str, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{folder} is not written, since what the ranks hold does not fit together: {part}: {what}.\n"
+            "Earlier checkpoints are untouched: the run can go on from them."
+        )
+
+    reader = FileReader(writer.folder, {"files": writer.files, "layouts": writer.layouts}, unfit)
+    for stem in state.places:
+        read_tensors(reader, stem)
 
 
 def places(ranks: DistributionStrategy, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:

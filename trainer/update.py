@@ -84,7 +84,7 @@ class Updater:
         # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
         self._checks = (1 + bool(self._before_step)) if self._guard else 0
         self._checks_left = self._checks
-        self._gradients_there = 0  # in the update before, for the same
+        self._gradients_last_time = 0  # in the update before, for the same
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
@@ -103,11 +103,11 @@ class Updater:
 
     # Applying ------------------------------------------------------------------------------------------------
 
-    def apply(self, ahead: int | None = None) -> None:
+    def apply(self, next_window: int | None = None) -> None:
         """Try one update with the gradients that are there, and drop them.
 
         Args:
-            ahead: Micro-batches of the window that comes next in the epoch; ``None`` where nobody knows.
+            next_window: Micro-batches of the window that comes next in the epoch; ``None`` where nobody knows.
         """
         self.settle()
         self.aimed_step = self._counters.step + 1
@@ -139,8 +139,8 @@ class Updater:
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
             self._distribution.sync_buffers(self._policy)
-            self.agreement.reach(losses.values(), meets=self.meets_at(self.aimed_step), ahead=ahead)
-            self._gradients_there = len(gradients)
+            self.agreement.reach(losses.values(), meets=self.meets_at(self.aimed_step), next_window=next_window)
+            self._gradients_last_time = len(gradients)
         self.applied += 1
         names = self._names
         if len(gradients) != len(names):
@@ -206,15 +206,15 @@ class Updater:
         self.aimed_step = self._counters.step + 1
         drawn = self._counters.micro_batches
         skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
-        # As many norms as the others have, though of nothing.
-        gradients = list(torch.zeros(max(self._gradients_there, 1), device=norm.device).unbind())
+        # As many norms as the others have, of nothing.
+        gradients = list(torch.zeros(max(self._gradients_last_time, 1), device=norm.device).unbind())
         while self._checks_left > 0:
             self._check_norm(gradients, norm, skip)
         for flag in (non_finite, edited):
             flag.zero_()
         skip.fill_(1.0)
         self._distribution.sync_buffers(self._policy)
-        self.agreement.reach(self._take_losses().values(), meets=None, ahead=None)
+        self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
         self.applied += 1
         self._clip(gradients, norm)
         self._move_scale_and_send(non_finite, scale_slot)
@@ -302,11 +302,13 @@ class Updater:
         self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int, losses: Mapping[int, Tensor]
     ) -> Outcome:
         skip, non_finite, edited, stop, failed, has_gradients, bad_loss, *more = self._mailbox.read().tolist()
-        meets, goes_on, ahead, norm, scale = more
+        meets, goes_on, next_window, norm, scale = more
         counters = self._counters
         landed = not (self._may_skip and skip)
         if self._together:
-            self.agreement.note(self.applied, stop, failed, apart=landed and bool(meets and goes_on), ahead=ahead)
+            self.agreement.note(
+                self.applied, stop, failed, apart=landed and bool(meets and goes_on), next_window=next_window
+            )
         return Outcome(
             landed=landed,
             reason=None if landed else _reason(failed, self._together and not has_gradients, non_finite or edited),

@@ -99,7 +99,7 @@ class RunView:
 
     @property
     def can_save(self) -> bool:
-        """Whether a save would find all ranks: alone always, else not once an error has taken one of them away."""
+        """Whether a save would find all ranks: alone always, else not once an error took one away, or its weights."""
         if self.distribution.world_size == 1 or self._status in ("running", "completed", "stopped"):
             return True
         return self._active.failed and self._active.saves_from is not None

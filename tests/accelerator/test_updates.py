@@ -242,6 +242,6 @@ def test_losses_on_the_device_are_agreed_on_in_host_memory(rig: Rig) -> None:
     agreement = Agreement(SingleProcess(), mailbox)
     bad_losses = []
     for loss in (1.0, float("nan")):
-        agreement.reach([torch.tensor(loss, device=rig.device)], meets=None, ahead=None)
+        agreement.reach([torch.tensor(loss, device=rig.device)], meets=None, next_window=None)
         bad_losses.append(mailbox.read()[6])
     assert bad_losses == [0.0, 1.0]

@@ -170,6 +170,49 @@ def a_window_that_was_broken_off_does_not_mute_the_next(make: Make) -> None:
         assert_equal(whole_gradients(strategy, policy), expected_gradients())
 
 
+def a_rank_that_cannot_compute_stands_in_with_zeros(make: Make) -> None:
+    for where in ("before", "forward", "backward"):
+        with joined(make) as strategy:
+            policy, last = Toy(), strategy.world_size - 1
+            if last == 0:
+                return
+            module = strategy.wrap(policy)
+            samples = own(all_samples(), strategy)
+            with strategy.micro_batch(module, closes=True):
+                module(samples).backward()
+            strategy.reduce_max(torch.zeros(3))
+            policy.zero_grad()
+            if strategy.rank < last:
+                for closes in (False, True):
+                    with strategy.micro_batch(module, closes=closes):
+                        module(samples).backward()
+                toy = Toy()
+                (2 * toy(torch.cat(all_samples().chunk(last + 1)[:last])) * last / (last + 1)).backward()
+                for parameter, expected in zip(policy.parameters(), toy.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    assert expected.grad is not None
+                    wanted = strategy.local(strategy.part(expected.grad, parameter))
+                    torch.testing.assert_close(strategy.local(parameter.grad), wanted)
+            else:
+                if where != "before":
+                    _break_off(strategy, module, policy, where)
+                strategy.stand_in(module, closes=False)
+                strategy.stand_in(module, closes=True)
+            strategy.gather(None)
+
+
+def _break_off(strategy: DistributionStrategy, module: nn.Module, policy: Toy, where: str) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    with suppress(KeyError), strategy.micro_batch(module, closes=False):
+        if where == "forward":
+            policy.blocks[1].register_forward_hook(fail)
+        loss = module(own(all_samples(), strategy))
+        loss.register_hook(fail)
+        loss.backward()
+
+
 def it_reduces_flags_in_place(make: Make) -> None:
     with joined(make) as strategy:
         last = strategy.world_size - 1
@@ -235,6 +278,9 @@ def it_carries_values_between_ranks(make: Make) -> None:
         assert strategy.broadcast(value) == {"rank": 0, "list": [None, "text"]}
         assert [v["rank"] for v in strategy.gather(value)] == list(range(strategy.world_size))
         assert strategy.broadcast(None) is None
+        last = strategy.world_size - 1
+        words, here = strategy.from_rank(last, (str(strategy.rank), torch.full((2, 2), strategy.rank).t()))
+        assert (words, here.tolist()) == (str(last), [[last, last], [last, last]])
 
 
 def a_rank_that_failed_answers_with_its_error(make: Make) -> None:
@@ -307,6 +353,7 @@ PROMISES: tuple[Callable[[Make], None], ...] = (
     it_averages_those_of_other_methods_too,
     a_window_talks_only_when_it_closes,
     a_window_that_was_broken_off_does_not_mute_the_next,
+    a_rank_that_cannot_compute_stands_in_with_zeros,
     it_reduces_flags_in_place,
     it_knows_the_norm_of_each_whole_gradient,
     a_norm_that_is_not_finite_stays_so_and_a_large_one_stays_finite,

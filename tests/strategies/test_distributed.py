@@ -92,8 +92,8 @@ def test_distribution_that_is_none_names_the_nearest(wrong: str, near: str) -> N
         ("fsdp", launched(WORLD_SIZE="1"), r"'fsdp' was requested, but this is one process \(WORLD_SIZE is 1\)"),
         ("none", launched(), r"a launcher started 4 processes .*train a policy of its own\.\nUse distributed='auto'"),
         ("auto", launched(MASTER_ADDR="", RANK=""), r"did not set RANK, MASTER_ADDR, .*\nStart them with torchrun"),
-        ("fsdp", launched("2.7.1+cu128"), r"needs PyTorch 2\.8 or later, and this is 2\.7\.1\+cu128\.\n"),
-        ("fsdp", launched("2.6.0"), r"needs PyTorch 2\.8 or later"),
+        ("fsdp", launched("2.8.0+cu128"), r"needs PyTorch 2\.9 or later, and this is 2\.8\.0\+cu128\.\n"),
+        ("fsdp", launched("2.6.0"), r"needs PyTorch 2\.9 or later"),
     ],
 )
 def test_launch_that_does_not_fit_is_refused_with_what_to_do(request_: str, facts: MachineFacts, message: str) -> None:

@@ -369,7 +369,7 @@ def test_an_error_in_an_iterable_surfaces_with_the_micro_batch(error: type[Excep
 
 
 def windows(data: TrainingData, start: int = 0) -> list[tuple[float, bool]]:
-    return [(micro.divisor, micro.closes) for micro in data.epoch(0, start)]
+    return [(micro.divisor, micro.remaining == 0) for micro in data.epoch(0, start)]
 
 
 @pytest.mark.parametrize("source", [Ids(20), Batches(5)], ids=["ours", "iterable"])
@@ -411,7 +411,7 @@ def test_gradients_of_a_window_equal_those_of_its_concatenated_batch(n: int, acc
     for micro in data.epoch(0):
         (model(micro.batch[0]).square().mean() / micro.divisor).backward()
         seen.append(micro.batch[0])
-        if micro.closes:
+        if micro.remaining == 0:
             gradient = model.weight.grad
             assert gradient is not None
             model.weight.grad = None

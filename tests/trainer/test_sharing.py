@@ -139,7 +139,9 @@ def together(ranks: list[TrainingData], epoch: int = 0) -> list[list[Any]]:
 
 
 def rows(data: TrainingData, epoch: int, start: int = 0) -> list[tuple[int, float, bool, Any]]:
-    return [(micro.index, micro.divisor, micro.closes, micro.batch.tolist()) for micro in data.epoch(epoch, start)]
+    return [
+        (micro.index, micro.divisor, micro.remaining == 0, micro.batch.tolist()) for micro in data.epoch(epoch, start)
+    ]
 
 
 # Our order
@@ -181,12 +183,12 @@ def test_a_rank_without_samples_pads_with_the_start_of_the_order_and_counts_for_
     last = [list(data.epoch(0))[-1] for data in ranks_of(lambda: Ids(9), 4, batch_size=2)]
     assert [micro.batch.tolist() for micro in last] == [order[8:], order[:2], order[:2], order[:2]]
     assert [micro.divisor for micro in last] == [1 / 4, math.inf, math.inf, math.inf]
-    assert all(micro.closes for micro in last)
+    assert all(micro.remaining == 0 for micro in last)
 
 
 def test_data_of_fewer_samples_than_ranks_is_padded_on_all_but_the_first() -> None:
     drawn = [list(data.epoch(0)) for data in ranks_of(lambda: Ids(1), 3)]
-    assert [[(m.batch.tolist(), m.divisor, m.closes) for m in micros] for micros in drawn] == [
+    assert [[(m.batch.tolist(), m.divisor, m.remaining == 0) for m in micros] for micros in drawn] == [
         [([0], 1 / 3, True)],
         [([0], math.inf, True)],
         [([0], math.inf, True)],
@@ -250,8 +252,8 @@ def test_the_mean_over_ranks_of_gradients_is_that_of_all_samples_of_the_window(
             share = model(micro.batch[0]).square().mean() / micro.divisor / world_size
             gradients += torch.autograd.grad(share, [model.weight])[0]
             seen += [micro.batch[0]] if micro.divisor < math.inf else []
-        assert len({micro.closes for micro in micros}) == 1
-        if micros[0].closes:
+        assert len({micro.remaining == 0 for micro in micros}) == 1
+        if micros[0].remaining == 0:
             whole = model(torch.cat(seen)).square().mean()
             # the same float64 numbers, summed in another order
             torch.testing.assert_close(gradients, torch.autograd.grad(whole, [model.weight])[0], rtol=1e-12, atol=1e-14)
@@ -274,7 +276,7 @@ def test_the_shares_of_a_window_sum_to_the_number_of_ranks(
     total = 0.0
     for micros in zip(*drawn, strict=True):
         total += sum(1 / micro.divisor for micro in micros)
-        if micros[0].closes:
+        if micros[0].remaining == 0:
             assert total == pytest.approx(world_size, rel=1e-12)
             total = 0.0
     assert total == 0.0
@@ -341,7 +343,7 @@ def carried_sampler(n: int) -> Any:
 def test_the_state_of_one_rank_puts_any_rank_where_it_was(make: Callable[[int], Any], accumulate: int) -> None:
     settings = {"batch_size": 2, "accumulate": accumulate}
     first = data_of(make(13), 0, 3, **settings)
-    states = {0: None} | {m.index + 1: first.state(0, m.index + 1) for m in first.epoch(0) if m.closes}
+    states = {0: None} | {m.index + 1: first.state(0, m.index + 1) for m in first.epoch(0) if m.remaining == 0}
     assert list(states)[-1] == 3
     for rank in range(3):
         straight = data_of(make(13), rank, 3, **settings)
@@ -441,7 +443,7 @@ def test_a_rank_uses_all_of_what_its_own_data_gives() -> None:
     ranks = ranks_of(lambda: Own(8, 8), 2, accumulate=2)
     assert [data.batches_per_epoch for data in ranks] == [2, 2]
     drawn = [list(data.epoch(0)) for data in ranks]
-    assert [[(m.divisor, m.closes) for m in micros] for micros in drawn] == [[(2.0, False), (2.0, True)]] * 2
+    assert [[(m.divisor, m.remaining == 0) for m in micros] for micros in drawn] == [[(2.0, False), (2.0, True)]] * 2
     first, second = (torch.cat([m.batch for m in micros]) for micros in drawn)
     assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == list(range(8))
     assert set(first[:, 1].tolist()).isdisjoint(second[:, 1].tolist())  # drawn in streams of each rank's own

@@ -1,0 +1,444 @@
+"""Runs of several processes of which one fails: wherever it does, all end after the same update, saved."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failing import Breaks, Counted, Dies, Endless, Fails, Tears
+from processes import outcomes_of, run
+from ranks import Policy, Samples, job, same, train, weights
+from torch import Tensor
+
+from policyfit import EMA, Callback, Checkpoint, DistributedError, Trainer
+from policyfit.strategies.fsdp import FSDP
+from policyfit.trainer.checkpoint import read_checkpoint
+
+
+def failed(folder: str, distributed: str, where: str) -> dict[str, Any]:
+    extra = [] if where == "data" else [Fails(rank=1, hook=where, micro_batch=6)]
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=extra, fails_at=20 if where == "data" else None)
+    except BaseException as error:
+        return {"error": type(error).__name__, "text": str(error), "own": getattr(error, "of_this_rank", False)}
+    return {}
+
+
+# Where rank 1 fails, at which draw; the update after which all end, and the step that is then saved.
+PLACES = [
+    ("on_fit_start", 0, None, None),
+    ("on_train_batch_start", 1, 3, 1),
+    ("on_train_epoch_start", 6, 6, 6),
+    ("on_train_batch_start", 3, 5, 3),
+    ("on_train_batch_start", 5, 6, 5),  # in the last window of an epoch, at whose end all know
+    ("on_before_backward", 6, 8, 6),
+    ("on_after_backward", 6, 8, 6),
+    ("on_before_optimizer_step", 4, 5, 3),
+    ("on_before_zero_grad", 4, 4, 4),
+    ("on_train_batch_end", 3, 3, 3),  # the others go on to a validation
+    ("on_train_batch_end", 5, 6, 5),
+    ("on_update_end", 4, 4, 4),
+    ("on_log", 4, 4, 4),
+    ("on_validation_start", 3, 3, 3),
+    ("on_validation_batch_end", 3, 3, 3),
+    ("on_validation_end", 3, 3, 3),
+    ("on_due", 3, 3, 3),
+    ("on_save_checkpoint", 4, 4, 2),  # what fails in a save is not saved
+    ("on_train_epoch_end", 6, 6, 6),
+    ("on_log", 9, 9, 9),  # after the last step, where ranks meet as well
+    ("on_fit_end", 9, None, 8),
+]
+
+
+def failed_everywhere(folder: str, distributed: str) -> list[dict[str, Any]]:
+    seen = []
+    for number, (hook, draw, *_) in enumerate(PLACES):
+        error: BaseException | None = None
+        try:
+            extra = [Fails(rank=1, hook=hook, micro_batch=draw)]
+            train(f"{folder}/{number}", distributed, steps=9, extra=extra, val=True, val_every=3)
+        except Exception as raised:
+            error = raised
+        seen.append({"error": error.__class__, "text": str(error), "own": getattr(error, "of_this_rank", False)})
+    return seen
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_wherever_one_rank_fails_all_end_after_the_same_update_saved_and_told(tmp_path: Path, distributed: str) -> None:
+    others, own = run(failed_everywhere, str(tmp_path), distributed, limit_s=90.0)
+    for number, (hook, draw, update, step) in enumerate(PLACES):
+        place = f"{hook} at draw {draw}"
+        assert (own[number]["error"], own[number]["text"]) == (RuntimeError, "only on this rank"), place
+        assert issubclass(others[number]["error"], DistributedError), place
+        assert "Rank 1 failed" in others[number]["text"], place
+        assert "RuntimeError: only on this rank" in others[number]["text"], place
+        if update is not None:
+            assert f"so all ended after update {update}:" in others[number]["text"], place
+            assert own[number]["own"] is True, place
+        last = tmp_path / str(number) / "checkpoints" / "last"
+        if step is None:
+            assert not last.exists(), place
+        else:
+            assert read_checkpoint(last).manifest["counters"]["step"] == step, place
+
+
+def failed_in_a_window_of_three(folder: str, distributed: str) -> dict[str, Any]:
+    try:
+        extra = [Fails(rank=1, hook="on_train_batch_start", micro_batch=4)]
+        train(f"{folder}/run", distributed, steps=30, batch_size=2, accumulate=3, extra=extra, precision="fp16")
+    except Exception as error:
+        return {"text": str(error)}
+    return {}
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path, distributed: str) -> None:
+    ranks = run(failed_in_a_window_of_three, str(tmp_path), distributed, limit_s=60.0)
+    assert "so all ended after update 3: RuntimeError: only on this rank" in ranks[0]["text"]
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
+    found = {name: saved.manifest["counters"][name] for name in ("step", "skipped", "batch_in_epoch", "micro_batches")}
+    assert found == {"step": 1, "skipped": 0, "batch_in_epoch": 3, "micro_batches": 3}  # nothing is left out
+    assert saved.manifest["exact"] is False  # random streams went on in the windows that came to nothing
+    assert saved.scaler is not None
+    assert saved.scaler["scale"] == 256.0  # a failure says nothing about the scale
+
+
+def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
+    ranks = run(failed, str(tmp_path), "ddp", "data", limit_s=40.0)
+    texts = [rank["text"] for rank in ranks]
+    assert sum("the disk of this rank is gone" in text for text in texts) == 2
+    assert sorted(rank["error"] for rank in ranks) == ["DistributedError", "RuntimeError"]
+    mended = run(job, str(tmp_path), "ddp", {"steps": 12, "resume": "last"})
+    assert "note: it was saved after an error" in mended[0]["plan"]
+    straight = run(job, str(tmp_path / "straight"), "ddp", {"steps": 12})
+    same(weights(mended[0]), weights(straight[0]))  # this policy draws nothing, and no sample was left out
+    for after, all_of_them in zip(mended, straight, strict=True):
+        assert after["ids"] == all_of_them["ids"][-len(after["ids"]) :]
+
+
+# Where the code of rank 1's policy fails, in which forward of windows of two; the update after which all end, and the
+# step that is then saved. An epoch has six updates.
+BREAKS = [
+    ("before", 6, 5, 3),
+    ("between", 6, 5, 3),
+    ("between", 7, 5, 3),
+    ("after", 7, 5, 3),
+    ("back", 6, 5, 3),
+    ("back", 7, 5, 3),
+    ("back", 9, 6, 4),  # the window after it is of one, and an epoch's last
+    ("between", 10, 6, 5),
+]
+
+
+def broken(folder: str, distributed: str, batch_size: int) -> list[tuple[str, int, int]]:
+    ends = []
+    for number, (where, forward, *_) in enumerate(BREAKS):
+        trainer = Trainer(
+            "cpu", max_steps=30, batch_size=batch_size, accumulate=2, clip_norm=1.0, seed=7,
+            run_dir=f"{folder}/{number}", callbacks=[Checkpoint(every_steps=50)],
+            distributed=FSDP(shard=2, replicate=2) if distributed == "hsdp" else distributed,
+        )  # fmt: skip
+        text = ""
+        try:
+            trainer.fit(Breaks(where, 1, forward, 600), Samples())
+        except Exception as error:
+            text = str(error)
+        ends.append((text, trainer.step, trainer.micro_batches))
+    return ends
+
+
+@pytest.mark.parametrize(("distributed", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_saved(
+    tmp_path: Path, distributed: str, ranks: int
+) -> None:
+    others, own, *_ = run(broken, str(tmp_path), distributed, 4 // ranks, ranks=ranks, limit_s=90.0)
+    for number, (where, forward, update, step) in enumerate(BREAKS):
+        place = f"{where} in forward {forward}"
+        assert own[number] == (f"{where} the blocks of this rank", step, 2 * step), place
+        assert others[number][1:] == own[number][1:], place
+        assert f"so all ended after update {update}: RuntimeError: {where} the blocks" in others[number][0], place
+        saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
+        assert saved.manifest["counters"]["step"] == step, place
+
+
+def broken_at_once(folder: str, distributed: str, where: str, forward: int) -> str:
+    trainer = Trainer("cpu", max_steps=30, batch_size=2, accumulate=2, run_dir=f"{folder}/run", distributed=distributed)
+    try:
+        trainer.fit(Breaks(where, 1, forward, 600), Samples())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("distributed", "where", "forward"), [("ddp", "back", 1), ("fsdp", "between", 0), ("fsdp", "after", 1)]
+)
+def test_failure_in_the_first_window_ends_all_in_time_with_its_words(
+    tmp_path: Path, distributed: str, where: str, forward: int
+) -> None:
+    others, own = run(broken_at_once, str(tmp_path), distributed, where, forward, limit_s=40.0)
+    assert own == f"{where} the blocks of this rank"
+    assert f"Rank 1 failed: RuntimeError: {where} the blocks of this rank" in others
+    assert not (tmp_path / "run" / "checkpoints").exists()  # nothing was trained
+
+
+def exhausted(folder: str) -> tuple[bool, str]:
+    class Exhausted(Policy):
+        held: weakref.ref[Tensor] | None = None
+
+        def forward(self, batch: dict[str, Tensor]) -> Any:
+            held = self.first(batch["x"])
+            if os.environ["RANK"] == "1" and (batch["index"] == 20).any():
+                self.held = weakref.ref(held)
+                raise torch.OutOfMemoryError("no room on the device")
+            return super().forward(batch)
+
+    policy = Exhausted()
+    try:
+        Trainer("cpu", max_steps=9, batch_size=4, seed=7, run_dir=folder, distributed="fsdp").fit(policy, Samples())
+    except Exception as error:
+        return policy.held is not None and policy.held() is None, str(error)
+    return False, ""
+
+
+def test_rank_that_ran_out_of_memory_lets_go_of_what_it_computed_before_it_takes_part(tmp_path: Path) -> None:
+    (_, others), (is_free, own) = run(exhausted, str(tmp_path / "run"), limit_s=40.0)
+    assert own == "no room on the device"
+    assert "Rank 1 failed, so all ended after update" in others
+    assert is_free
+
+
+def torn(folder: str, distributed: str, rank: int, every: int) -> str:
+    trainer = Trainer(
+        "cpu", max_steps=8, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed=distributed,
+        callbacks=[Checkpoint(every_steps=every, save_on_exception=True), EMA(0.9)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Policy(), Samples(), optimizer=lambda p: Tears(p, rank))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_update_that_one_rank_broke_off_is_saved_as_the_others_made_it(tmp_path: Path, rank: int) -> None:
+    ends = run(torn, str(tmp_path / "torn"), "ddp", rank, 3, limit_s=40.0)
+    assert ends[rank] == "in the middle of a step"
+    assert f"Rank {rank} failed, so all ended after update 6: RuntimeError: in the mid" in ends[1 - rank]
+    run(torn, str(tmp_path / "straight"), "ddp", 2, 4, limit_s=40.0)
+    saved, straight = (
+        read_checkpoint(tmp_path / name / "run" / "checkpoints" / "000004") for name in ("torn", "straight")
+    )
+    assert saved.manifest["counters"]["step"] == 4
+    same(saved.model, straight.model)
+    same(saved.models["ema"], straight.models["ema"])
+    for index, entry in straight.optimizers[0]["state"].items():
+        same(saved.optimizers[0]["state"][index], entry)
+
+
+def test_shard_that_an_optimizer_broke_is_not_saved_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    first, second = run(torn, str(tmp_path), "fsdp", 1, 3, limit_s=40.0)
+    assert second == "in the middle of a step"
+    assert "so all ended after update 6: RuntimeError: in the middle of a step" in first
+    assert "the weights are whole in no process. The last checkpoint can be gone on with" in first
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000003", "last"]
+    assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 3
+
+
+def killed(folder: str, distributed: str) -> str:
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[Dies(rank=1, micro_batch=5)])
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_death_of_a_rank_ends_the_others_with_its_number_and_the_run_can_go_on(
+    tmp_path: Path, distributed: str
+) -> None:
+    ranks = outcomes_of(killed, str(tmp_path), distributed, limit_s=60.0)
+    assert ranks[1].exit_code == -9
+    assert ranks[0].exit_code == 0
+    assert ranks[0].value.startswith("DistributedError: ")
+    assert "1" in ranks[0].value.splitlines()[0]
+    settings = {"steps": 8, "dropout": 0.3}
+    del settings["dropout"]
+    resumed = run(job, str(tmp_path), distributed, {**settings, "resume": "last"})
+    straight = run(job, str(tmp_path / "straight"), distributed, settings)
+    same(weights(resumed[0]), weights(straight[0]))
+
+
+def invalid(folder: str, distributed: str) -> dict[str, Any]:
+    try:
+        train(f"{folder}/run", distributed, steps=6, val=True, val_every=3, val_fails_at=17)
+    except BaseException as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {}
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_error_in_the_validation_of_one_rank_ends_all_in_time_and_is_told(tmp_path: Path, distributed: str) -> None:
+    ranks = run(invalid, str(tmp_path), distributed, limit_s=60.0)
+    assert sorted(rank["error"] for rank in ranks) == ["DistributedError", "RuntimeError"]
+    assert all("the disk of this rank is gone" in rank["text"] for rank in ranks)
+
+
+def kept(folder: str, distributed: str) -> str:
+    checkpoint = Checkpoint(every_steps=2, save_on_exception=True)
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[Fails(1, "on_after_backward", 6), checkpoint], own=False)
+    except BaseException as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_saving_after_an_exception_waits_for_nobody(tmp_path: Path, distributed: str) -> None:
+    assert run(kept, str(tmp_path), distributed, limit_s=60.0) == ["DistributedError", "RuntimeError"]
+    folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if not path.name.startswith(".")}
+    assert folders == {"000002", "000004", "000006", "last"} | {"000006-exception"}
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("str fails")
+
+
+def speechless(folder: str, long: bool) -> str:
+    class Raises(Callback):
+        def on_after_backward(self, trainer: Trainer, policy: Any) -> None:
+            if trainer.distribution.rank == 1 and trainer.micro_batches == 3:
+                raise RuntimeError("x" * 20_000_000) if long else Speechless
+
+    try:
+        train(f"{folder}/{long}", "ddp", steps=9, extra=[Raises()])
+    except Speechless:
+        return "Speechless"
+    except Exception as error:
+        return str(error)[:1000]
+    return ""
+
+
+def test_error_whose_words_are_none_or_too_many_ends_all_in_order(tmp_path: Path) -> None:
+    first, second = run(speechless, str(tmp_path), False, limit_s=40.0)
+    assert second == "Speechless"
+    assert "Rank 1 failed, so all ended after update 5: Speechless" in first
+    first, second = run(speechless, str(tmp_path), True, limit_s=40.0)
+    assert second == "x" * 1000
+    assert "Rank 1 failed, so all ended after update 5: RuntimeError: xxx" in first
+
+
+# Of data whose length nobody knows, three micro-batches an epoch: micro-batches in a window; what fails on rank 1, a
+# hook at a draw or a sample of the second epoch; the update after which all end, and the step that is then saved.
+UNSIZED: list[tuple[int, str | int, int, int, int]] = [
+    (1, "on_after_backward", 4, 6, 4),
+    (1, "on_train_batch_start", 5, 6, 5),  # the last of an epoch
+    (1, "on_train_batch_end", 6, 6, 6),  # after it
+    (1, "sample", 0, 5, 3),
+    (1, "sample", 9, 6, 4),  # it is drawn with the window after the one under way
+    (2, "on_train_batch_start", 4, 4, 2),
+    (2, "on_before_backward", 5, 4, 3),  # in a window of one
+    (2, "sample", 0, 4, 2),
+    (2, "sample", 9, 4, 2),
+]
+
+
+def unsized(folder: str, distributed: str) -> list[str]:
+    said = []
+    for number, (accumulate, where, at, *_) in enumerate(UNSIZED):
+        fails = [] if where == "sample" else [Fails(rank=1, hook=str(where), micro_batch=at)]
+        trainer = Trainer(
+            "cpu", max_steps=30, batch_size=2, accumulate=accumulate, seed=0, run_dir=f"{folder}/{number}",
+            distributed=distributed, callbacks=[*fails, Checkpoint(every_steps=0)],
+        )  # fmt: skip
+        text = ""
+        try:
+            trainer.fit(Policy(), Endless(at if where == "sample" else None))
+        except Exception as error:
+            text = str(error)
+        said.append(text)
+    return said
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_failure_with_data_of_unknown_length_ends_all_after_the_same_update_saved(
+    tmp_path: Path, distributed: str
+) -> None:
+    first, second = run(unsized, str(tmp_path), distributed, limit_s=60.0)
+    for number, (accumulate, where, at, update, step) in enumerate(UNSIZED):
+        place = f"{where} {at}, {accumulate} a window"
+        words = "the disk of this rank is gone" if where == "sample" else "only on this rank"
+        assert words in second[number], place
+        assert f"Rank 1 failed, so all ended after update {update}:" in first[number], place
+        saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
+        assert saved.manifest["counters"]["step"] == step, place
+
+
+def resumed_at_an_end(folder: str, distributed: str, fails_at: int | None) -> str:
+    trainer = Trainer(
+        "cpu", max_steps=3 if fails_at is None else 9, batch_size=2, seed=0, run_dir=f"{folder}/run",
+        distributed=distributed,
+    )  # fmt: skip
+    try:
+        trainer.fit(Policy(), Counted(fails_at, epoch=0), resume="auto")
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rank_that_cannot_read_what_was_used_of_an_epoch_ends_all_in_order(tmp_path: Path, distributed: str) -> None:
+    assert run(resumed_at_an_end, str(tmp_path), distributed, None, limit_s=40.0) == ["", ""]
+    first, second = run(resumed_at_an_end, str(tmp_path), distributed, 0, limit_s=40.0)
+    assert "the disk of this rank is gone" in second
+    assert "Rank 1 failed" in first
+    assert "the disk of this rank is gone" in first
+
+
+class Forgets(Callback):
+    """On rank 1 the optimizer loses what it has kept, before step 3 is saved."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, policy: Any, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def due(self, step: int) -> bool:
+        return step == 3
+
+    def on_due(self, trainer: Trainer, policy: Any) -> None:
+        if trainer.distribution.rank == 1:
+            self.optimizer.state.clear()
+
+
+def unfit(folder: str) -> str:
+    try:
+        train(f"{folder}/run", "fsdp", steps=9, extra=[Forgets()], every=3)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_shards_that_do_not_fit_together_make_no_checkpoint(tmp_path: Path) -> None:
+    texts = run(unfit, str(tmp_path), limit_s=40.0)
+    assert all("000003 is not written, since what the ranks hold does not fit together: " in text for text in texts)
+    assert all("the last rows of state/0/exp_avg are missing" in text for text in texts)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def refused_without_a_run() -> bool:
+    class Unmoving(Policy):
+        def to(self, *_: Any, **__: Any) -> Any:
+            raise MemoryError("no room on the device")
+
+    with pytest.raises(MemoryError, match="no room"):
+        Trainer("cpu", distributed="ddp").validate(Unmoving(), [])
+    return torch.distributed.is_initialized()
+
+
+def test_ranks_part_when_a_validation_without_a_run_cannot_begin() -> None:
+    assert run(refused_without_a_run) == [False, False]
