@@ -3,8 +3,7 @@
 FSDP2 decides in its hooks when a unit is gathered and when its gradients are reduced, and tells nobody. But it lets
 the two calls be replaced (``set_custom_all_gather``, ``set_custom_reduce_scatter``): those here do what its own do, and
 note it. A micro-batch that closes its window is taken to be like the last one that did, and any other to be the same
-without the reductions. Where that is not so (a unit has thawed since, or runs in some windows only), ranks lose each
-other.
+without the reductions. Where that is not so (a unit runs in some windows only), ranks lose each other.
 
 Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_reduce`` of torch 2.11 and 2.13.
 """
@@ -37,7 +36,12 @@ class Collectives:
         self.is_mute = False
         self._noted: list[_Collective] = []
         self._under_way = False  # also after an error, until the rest is made
-        self._last: list[_Collective] | None = None
+        self._follows = False  # others of its window
+        #: Of the last one that closed a window: by whether others went before it, since what these have left in units
+        #: that run twice is reduced too.
+        self._last: dict[bool, list[_Collective]] = {}
+        self._parameters = [parameter for unit in units for parameter in unit.parameters()]
+        self._trained: list[bool] = []
         for unit in units:
             unit.set_custom_all_gather(_AllGather(self, unit))
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
@@ -49,7 +53,11 @@ class Collectives:
         yield
         self._under_way = False
         if closes:
-            self._last = self._noted
+            self._last[self._follows], self._trained = self._noted, self._what_trains()
+        self._follows = not closes
+
+    def _what_trains(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def note(self, one: _Collective) -> None:
         """What is about to be done; ignored outside a micro-batch."""
@@ -58,18 +66,18 @@ class Collectives:
 
     @property
     def are_known(self) -> bool:
-        """Whether there has been a micro-batch that closed its window."""
-        return self._last is not None
+        """Whether there has been a micro-batch that closed its window, since anything froze or thawed."""
+        return bool(self._last) and self._trained == self._what_trains()
 
     def repeat(self, *, closes: bool) -> None:
         """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off."""
-        assert self._last is not None
-        done = 0
+        last, done = self._last.get(self._follows) or next(iter(self._last.values())), 0
         if self._under_way:
             done, self._under_way = len(self._noted), False
             self._reshard_all()
-        for one in [one for one in self._last if closes or isinstance(one, _AllGather)][done:]:
+        for one in [one for one in last if closes or isinstance(one, _AllGather)][done:]:
             one.repeat()
+        self._follows = not closes
 
     def _reshard_all(self) -> None:
         """Have no unit gathered, nor about to be, wherever the error found it."""

@@ -40,11 +40,14 @@ class DDP(ManyProcesses):
             raise ConfigError(f"DDP.find_unused_parameters must be true or false, got {find_unused_parameters!r}.")
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
-        # Until the first update, where every parameter has to have a gradient.
         self._unchecked = False
 
     def wrap(self, policy: nn.Module) -> nn.Module:
-        """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all."""
+        """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
+
+        A first backward is made in it, of zeros, since after the first it lays its buckets anew, and sums over three
+        ranks and more are rounded by where a gradient lies: a run that goes on would do so one step later.
+        """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
         self.check_alike(policy)
@@ -69,6 +72,8 @@ class DDP(ManyProcesses):
             warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = accelerator.prepare_model(_Door(policy))
         self.sync_buffers(policy)
+        self.backward_of_nothing(wrapped, closes=True)
+        policy.zero_grad()
         return wrapped
 
     def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
@@ -92,13 +97,13 @@ class DDP(ManyProcesses):
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """A forward and backward of zeros; where a backward was left by an error, what is missing of that backward.
 
-        Torch has summed some of its buckets then, and waits for the gradients of the others. It tells by an error alone
-        which it has, and before the first update it would count those twice.
+        Torch has summed some of its buckets then, and waits for the others' gradients. It tells by an error alone which
+        it has.
         """
         try:
             self.backward_of_nothing(module, closes=closes)
         except RuntimeError as error:
-            if self._unchecked or not _is_unfinished(error):
+            if not _is_unfinished(error):
                 raise
             for _, parameter in self._trainable:
                 try:

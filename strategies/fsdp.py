@@ -261,13 +261,23 @@ class FSDP(ManyProcesses):
             return tensor.to_local()
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All shards together."""
+        """All shards together.
+
+        Not by ``full_tensor``: torch keeps what it knows of meshes, so that states of an optimizer can have the groups
+        of an earlier run of this process, which are gone.
+        """
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
             return tensor
         with torch.no_grad():
-            return tensor.full_tensor()
+            here, ranks = tensor.to_local(), self._shard_group.size()
+            each = -(-tensor.shape[0] // ranks)
+            padded = here.new_zeros((each, *here.shape[1:]))
+            padded[: len(here)] = here
+            parts = [torch.empty_like(padded) for _ in range(ranks)]
+            distributed.all_gather(parts, padded.contiguous(), group=self._shard_group)
+            return torch.cat(parts)[: tensor.shape[0]]
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """This rank's shard, in memory of its own."""
@@ -317,6 +327,7 @@ class FSDP(ManyProcesses):
             yield
         finally:
             for unit in units:
+                unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
                 unit.reshard()
                 unit.set_reshard_after_forward(self._reshards(unit, policy), recurse=False)
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from ranks import Block, Samples
+from ranks import Block, Policy, Samples
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import IterableDataset
@@ -69,6 +69,72 @@ class Tears(SGD):
             raise RuntimeError("in the middle of a step")
         self.left -= 1
         super().step()
+
+
+class Twice(nn.Module):
+    """One block that runs twice in a forward, in one of which, and after, its policy fails on rank 1."""
+
+    fsdp_units: ClassVar[list[str]] = ["Block"]
+
+    def __init__(self, forward: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(6, 12), Block(12, 0.0), nn.Linear(12, 3)
+        self.left = forward if os.environ["RANK"] == "1" else math.inf
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.left -= 1
+        x = self.block(self.first(batch["x"]))
+        if self.left < 0:
+            raise RuntimeError("only on this rank")
+        loss: Tensor = (self.last(self.block(x)) - batch["y"]).square().mean()
+        return loss
+
+
+class Unready(Policy):
+    """On rank 1 one of its methods fails, once: ``forward`` in a validation, or ``state_dict`` in a save."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.fails = method if os.environ["RANK"] == "1" else ""
+        self.losses = 0
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        if self.fails == "forward" and not self.training:
+            raise RuntimeError("only on this rank")
+        result = super().forward(batch)
+        self.losses += self.training
+        if self.fails == "forward later" and not self.training:
+            raise RuntimeError("only on this rank")
+        return result
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        if self.fails == "state_dict" and self.losses:
+            self.fails = ""
+            raise RuntimeError("only on this rank")
+        return super().state_dict(*args, **named)
+
+
+class Due(Callback):
+    """From step 3 on it cannot say on one rank whether it is due."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = str(rank)
+
+    def due(self, step: int) -> bool:
+        if os.environ["RANK"] == self.rank and step >= 3:
+            raise RuntimeError("only on this rank")
+        return False
+
+
+class Thaws(Callback):
+    """The first layer is trained from the second epoch on."""
+
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        policy.first.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        policy.first.requires_grad_(trainer.epoch > 0)
 
 
 class Endless(IterableDataset[dict[str, Any]]):

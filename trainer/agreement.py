@@ -44,8 +44,8 @@ class Agreement:
         self.has_failed = False
         self._update: int | None = None
         self.exit_code = 0
-        #: Whether some ranks meet without the others.
-        self.apart = False
+        #: Whether a rank had something to do together with the others at the last update, and some without the others.
+        self.meets = self.apart = False
         #: Micro-batches of the window that the others come to next in this epoch; ``None`` before its first update.
         self.next_window: int | None = None
 
@@ -77,9 +77,9 @@ class Agreement:
         self._ranks.reduce_max(self._flags)
         self._skip.copy_(torch.maximum(self._skip, 1.0 - self._has_gradients))
 
-    def note(self, update: int, stop: float, failed: float, *, apart: bool, next_window: float) -> None:
+    def note(self, update: int, stop: float, failed: float, *, meets: bool, apart: bool, next_window: float) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
-        self.apart, self.next_window = self.apart or apart, int(next_window)
+        self.meets, self.apart, self.next_window = meets, self.apart or apart, int(next_window)
         if not (stop or failed):
             return
         if self._update is None:

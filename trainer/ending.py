@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from ..strategies.errors import DistributedError, in_words
+from ..strategies.errors import DistributedError, in_words, run_all
 from .run import Run
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-
-def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
-    """Take every step, also after one has failed: what ends a run has to end all of it.
-
-    Args:
-        error: The error that is under way. It stays the one that is told; failures of steps become notes on it.
-            Without one, the first failure is raised at the end.
-    """
-    first = error
-    for step in steps:
-        try:
-            step()
-        except BaseException as failure:
-            if first is None:
-                first = failure
-            else:
-                first.add_note(f"While this was handled, another error came: {in_words(failure)}")
-    if first is not error and first is not None:
-        raise first
 
 
 def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseException | None = None) -> None:
@@ -49,14 +29,17 @@ def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseExcep
 
 
 def fail_with_others(run: Run) -> NoReturn:
-    """Save what all ranks have, if only some have failed, and end in this rank's error or that of another."""
+    """Save what all ranks have, and end in this rank's error or that of another.
+
+    An error that is the same on all is the run's, and not saved, as in a single process.
+    """
     words = None if run.failure is None else in_words(run.failure)
     answers = run.distribution.gather((words, run.updater.is_torn), "the end of a run that failed")
     errors = [answer for answer, _ in answers]
     run.saves_from = _whole_rank(run, [is_torn for _, is_torn in answers])
     error = run.failure or _failure_of_another(run, errors)
     _forget_failures(run)
-    if None in errors and run.saves_from is not None:
+    if len(set(errors)) > 1 and run.saves_from is not None:
         run_all((partial(_save_after_failure, run),), error)
     # Else rank 0 tells it.
     error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
@@ -80,6 +63,12 @@ def _forget_failures(run: Run) -> None:
     counters.micro_batches -= end - counters.batch_in_epoch
     counters.skipped -= failures
     counters.skipped_in_a_row -= failures
+    scaler = run.precision.state_dict()
+    if failures and scaler is not None:  # they were no clean updates either, which make the scale grow
+        outcome = run.updater.outcome
+        scale = run.precision.first_scale if outcome is None else outcome.scale
+        tracker = (scaler["_growth_tracker"] - failures) % scaler["growth_interval"]
+        run.precision.load_state_dict({**scaler, "scale": scale, "_growth_tracker": tracker})
 
 
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:
@@ -87,7 +76,7 @@ def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedEr
     saved = "What was saved can be gone on with once that is mended: --resume."
     if run.saves_from is None:
         saved = (
-            "Its optimizer was in the middle of that update, so that the weights are whole in no process. The last "
+            "It was in the middle of that update, with weights or states that no other process has. The last "
             "checkpoint can be gone on with once that is mended: --resume."
         )
     error = DistributedError(

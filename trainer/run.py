@@ -196,7 +196,9 @@ class Run:
         step = self.counters.step
         if step != self.updater.aimed_step or self.updater.agreement.apart:
             return self.updater.ends_now  # it was skipped, and the next update aims at the same step
-        return self.updater.ends_now or self.done or self._meets_at(step)
+        agreement = self.updater.agreement
+        # A rank that has failed, in ``due`` perhaps, goes by what the others said.
+        return self.updater.ends_now or self.done or (agreement.meets if agreement.has_failed else self._meets_at(step))
 
     def _meets_at(self, step: int) -> bool:
         return (

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from ..strategies.errors import ConfigError
+from .checkpoint_folders import MANIFEST, STEP_NAME
 
 _MARKS = ("config.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
@@ -24,8 +25,8 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint was completed here."""
-    return any(folder.glob("checkpoints/[0-9]*/manifest.json"))
+    """Whether a checkpoint was completed here that a resume takes by itself."""
+    return any(STEP_NAME.fullmatch(path.parent.name) for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
 
 
 def run_of(checkpoint: Path) -> Path | None:

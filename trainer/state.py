@@ -38,49 +38,52 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     """
     ranks = run.distribution
     in_parts = ranks.saves_shards and not consolidated
-    # A run that was resumed and has not drawn a batch yet still has its streams to come. First of what ranks give each
-    # other, since one that failed in a hook of the save can answer here.
-    own_streams = capture_streams(run.device) if run.streams is None else run.streams
-    streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
+    # What user code gives comes before ranks put anything together, so that one in which it fails can answer for it.
     models, model = extra.pop("models", {}), run.policy.state_dict()
-    if not in_parts:
-        models, model = whole(ranks, models), whole(ranks, model)
     optimizers = [optimizer.state_dict() for optimizer in run.updater.optimizers]
     outcome = run.updater.outcome
+    manifest = {
+        "run": run.id,
+        "counters": run.counters.to_dict(),
+        "seed": run.seed,
+        "precision": run.precision.name,
+        "device": run.device.device.type,
+        "world_size": run.distribution.world_size,
+        "torch": torch.__version__,
+        "data": changes.data_facts(run),
+        "policy": class_path(run.policy),
+        "movers": run.movers,
+        "settings": changes.plain_settings(run),
+        "exact": exact and not run.updater.failures,  # in those windows random streams have moved on
+    }
+    callbacks = {
+        "states": run.callbacks.state_dict(),
+        "checkpoint": extra,
+        "metrics": dict(run.trainer.metrics),
+        "validated_step": run.validated_step,
+        "logged_step": run.logged_step,
+        "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
+        "lr": float(run.updater.lr),
+        "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
+    }
+    config, schedules = policy_config(run.policy), [s.state_dict() for s in run.schedules]
+    # A run that was resumed and has not drawn a batch yet still has its streams to come.
+    own_streams = capture_streams(run.device) if run.streams is None else run.streams
+    streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
+    callbacks["means"] = added(ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means"))
+    if not in_parts:
+        models, model = whole(ranks, models), whole(ranks, model)
     state = CheckpointState(
         models=models,
-        manifest={
-            "run": run.id,
-            "counters": run.counters.to_dict(),
-            "seed": run.seed,
-            "precision": run.precision.name,
-            "device": run.device.device.type,
-            "world_size": run.distribution.world_size,
-            "torch": torch.__version__,
-            "data": changes.data_facts(run),
-            "policy": class_path(run.policy),
-            "movers": run.movers,
-            "settings": changes.plain_settings(run),
-            "exact": exact and not run.updater.failures,  # in those windows random streams have moved on
-        },
+        manifest=manifest,
         model=model,
-        policy_config=policy_config(run.policy),
+        policy_config=config,
         optimizers=optimizers if ranks.saves_shards else whole(ranks, optimizers),
-        schedules=[s.state_dict() for s in run.schedules],
+        schedules=schedules,
         scaler=run.precision.state_dict(),
         rng=streams[0],
         rng_of_others=streams[1:],
-        callbacks={
-            "states": run.callbacks.state_dict(),
-            "checkpoint": extra,
-            "means": added(ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means")),
-            "metrics": dict(run.trainer.metrics),
-            "validated_step": run.validated_step,
-            "logged_step": run.logged_step,
-            "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
-            "lr": float(run.updater.lr),
-            "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
-        },
+        callbacks=callbacks,
     )
     return in_shards(ranks, state, weights=in_parts) if ranks.saves_shards else state
 

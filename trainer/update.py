@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import DistributedError
+from ..strategies.errors import DistributedError, run_all
 from ..strategies.mailbox import Mailbox
 from .agreement import AGREED, Agreement
 from .counters import Counters
@@ -276,18 +276,21 @@ class Updater:
         if outcome.landed:
             self._counters.step += 1
             self._counters.skipped_in_a_row = 0
-            for schedule in self._schedules:
-                schedule.advance()
-            self._after_step()
+            try:
+                for schedule in self._schedules:
+                    schedule.advance()
+                self._after_step()
+            except Exception:
+                self.is_torn = self._together
+                raise
         else:
             self._counters.skipped += 1
             self._counters.skipped_in_a_row += 1
-        for hook in self._update_end:
-            try:
-                hook(self._trainer, self._policy, outcome)
-            except Exception:
-                if not self.agreement.has_failed:  # else this rank has its error, and stands in for itself
-                    raise
+        try:
+            run_all(partial(hook, self._trainer, self._policy, outcome) for hook in self._update_end)
+        except Exception:
+            if not self.agreement.has_failed:  # else this rank has its error, and stands in for itself
+                raise
         if not outcome.landed and not self.agreement.has_failed and outcome.reason != "failed":
             self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
         self._scale_used = outcome.scale
@@ -306,9 +309,8 @@ class Updater:
         counters = self._counters
         landed = not (self._may_skip and skip)
         if self._together:
-            self.agreement.note(
-                self.applied, stop, failed, apart=landed and bool(meets and goes_on), next_window=next_window
-            )
+            told = {"meets": bool(meets), "apart": landed and bool(meets and goes_on), "next_window": next_window}
+            self.agreement.note(self.applied, stop, failed, **told)
         return Outcome(
             landed=landed,
             reason=None if landed else _reason(failed, self._together and not has_gradients, non_finite or edited),

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Breaks, Counted, Dies, Endless, Fails, Tears
+from failing import Breaks, Counted, Dies, Due, Endless, Fails, Tears, Thaws, Twice, Unready
 from processes import outcomes_of, run
 from ranks import Policy, Samples, job, same, train, weights
 from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
 
 from policyfit import EMA, Callback, Checkpoint, DistributedError, Trainer
 from policyfit.strategies.fsdp import FSDP
@@ -104,7 +106,8 @@ def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path,
     assert found == {"step": 1, "skipped": 0, "batch_in_epoch": 3, "micro_batches": 3}  # nothing is left out
     assert saved.manifest["exact"] is False  # random streams went on in the windows that came to nothing
     assert saved.scaler is not None
-    assert saved.scaler["scale"] == 256.0  # a failure says nothing about the scale
+    # A failure says nothing about the scale, nor that it could grow.
+    assert (saved.scaler["scale"], saved.scaler["_growth_tracker"]) == (256.0, 1)
 
 
 def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
@@ -140,7 +143,7 @@ def broken(folder: str, distributed: str, batch_size: int) -> list[tuple[str, in
         trainer = Trainer(
             "cpu", max_steps=30, batch_size=batch_size, accumulate=2, clip_norm=1.0, seed=7,
             run_dir=f"{folder}/{number}", callbacks=[Checkpoint(every_steps=50)],
-            distributed=FSDP(shard=2, replicate=2) if distributed == "hsdp" else distributed,
+            distributed=FSDP(shard=2, replicate=2, checkpoint="whole") if distributed == "hsdp" else distributed,
         )  # fmt: skip
         text = ""
         try:
@@ -165,25 +168,163 @@ def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_sav
         assert saved.manifest["counters"]["step"] == step, place
 
 
-def broken_at_once(folder: str, distributed: str, where: str, forward: int) -> str:
-    trainer = Trainer("cpu", max_steps=30, batch_size=2, accumulate=2, run_dir=f"{folder}/run", distributed=distributed)
+def broken_at_once(folder: str, distributed: str, where: str, at: int) -> str:
+    fails = [Fails(rank=1, hook=where, micro_batch=at)] if where.startswith("on_") else []
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=2, accumulate=2, run_dir=f"{folder}/run", distributed=distributed,
+        callbacks=fails,
+    )  # fmt: skip
     try:
-        trainer.fit(Breaks(where, 1, forward, 600), Samples())
+        trainer.fit(Breaks(where, 1, at, 600), Samples())
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+@pytest.mark.parametrize(("where", "at"), [("between", 0), ("after", 1), ("on_after_backward", 1)])
+def test_failure_in_the_first_window_of_a_sharded_run_ends_all_in_time_with_its_words(
+    tmp_path: Path, where: str, at: int
+) -> None:
+    others, own = run(broken_at_once, str(tmp_path), "fsdp", where, at, limit_s=40.0)
+    words = "only on this rank" if where.startswith("on_") else f"{where} the blocks of this rank"
+    assert own == words
+    assert f"Rank 1 failed: RuntimeError: {words}" in others
+    assert not (tmp_path / "run" / "checkpoints").exists()  # nothing was trained
+
+
+def test_failure_in_the_first_backward_of_ddp_ends_all_in_order(tmp_path: Path) -> None:
+    others, own = run(broken_at_once, str(tmp_path), "ddp", "back", 1, limit_s=40.0)
+    assert own == "back the blocks of this rank"
+    assert "Rank 1 failed, so all ended after update 2: RuntimeError: back the blocks" in others
+
+
+def twice(folder: str, forward: int) -> str:
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=2, accumulate=2, seed=0, run_dir=f"{folder}/run", distributed="fsdp"
+    )
+    try:
+        trainer.fit(Twice(forward), Samples())
     except Exception as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    ("distributed", "where", "forward"), [("ddp", "back", 1), ("fsdp", "between", 0), ("fsdp", "after", 1)]
-)
-def test_failure_in_the_first_window_ends_all_in_time_with_its_words(
-    tmp_path: Path, distributed: str, where: str, forward: int
-) -> None:
-    others, own = run(broken_at_once, str(tmp_path), distributed, where, forward, limit_s=40.0)
-    assert own == f"{where} the blocks of this rank"
-    assert f"Rank 1 failed: RuntimeError: {where} the blocks of this rank" in others
-    assert not (tmp_path / "run" / "checkpoints").exists()  # nothing was trained
+@pytest.mark.parametrize(("forward", "update"), [(12, 8), (21, 12)])  # after a window of one, and in one
+def test_sharded_windows_of_one_are_told_from_longer_ones(tmp_path: Path, forward: int, update: int) -> None:
+    others, own = run(twice, str(tmp_path), forward, limit_s=40.0)
+    assert own == "only on this rank"
+    assert f"Rank 1 failed, so all ended after update {update}: RuntimeError: only on this rank" in others
+
+
+def thawed(folder: str) -> str:
+    try:
+        train(f"{folder}/run", "fsdp", steps=30, extra=[Thaws(), Fails(1, "on_train_batch_start", 6)])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_failure_right_after_a_thaw_ends_all_in_time_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    others, own = run(thawed, str(tmp_path), limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 1 failed: RuntimeError: only on this rank" in others
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 6
+
+
+def unready(folder: str, method: str) -> str:
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=4, seed=7, val_every=3, run_dir=f"{folder}/run",
+        distributed=FSDP(checkpoint="whole"), callbacks=[Checkpoint(every_steps=3)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Unready(method), Samples(), Samples())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("method", ["forward", "forward later", "state_dict"])
+def test_sharded_policy_that_fails_where_ranks_meet_is_saved(tmp_path: Path, method: str) -> None:
+    others, own = run(unready, str(tmp_path), method, limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 1 failed, so all ended after update 3: RuntimeError: only on this rank" in others
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
+
+
+def undecided(folder: str, distributed: str) -> str:
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[Due(1)])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_callback_that_never_says_again_whether_it_is_due_ends_all_in_order(tmp_path: Path, distributed: str) -> None:
+    others, own = run(undecided, str(tmp_path), distributed, limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 1 failed, so all ended after update 4: RuntimeError: only on this rank" in others
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 2
+
+
+def both(folder: str, distributed: str) -> str:
+    try:
+        train(f"{folder}/run", distributed, steps=30, extra=[Fails(0, "on_after_backward", 4)], fails_at=20)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_fail_each_by_its_own_error_save_what_they_have(tmp_path: Path) -> None:
+    first, second = run(both, str(tmp_path), "ddp", limit_s=40.0)
+    assert {"only on this rank"} < {first, second} or "the disk" in first + second
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] >= 3
+
+
+class Stumbles(ExponentialLR):
+    """Fails at its fourth step on rank 0."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        if self.last_epoch == 4 and os.environ["RANK"] == "0":
+            raise RuntimeError("only on this rank")
+        return super().get_lr()
+
+
+def stumbled(folder: str, distributed: str, where: str) -> str:
+    fails = [Fails(0, "on_update_end", 5)] if where == "hook" else []
+    trainer = Trainer(
+        "cpu", max_steps=9, batch_size=4, seed=7, run_dir=f"{folder}/{where}", distributed=distributed,
+        callbacks=[*fails, EMA(0.9), Checkpoint(every_steps=4 if where == "straight" else 3)],
+    )  # fmt: skip
+    try:
+        trainer.fit(
+            Policy(), Samples(), optimizer=lambda p: SGD(p, lr=1e-2, momentum=0.9),
+            schedule=lambda o: Stumbles(o, 0.9) if where == "schedule" else ExponentialLR(o, 0.9),
+        )  # fmt: skip
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("distributed", "where"), [("ddp", "schedule"), ("ddp", "hook"), ("fsdp", "hook")])
+def test_update_that_one_rank_did_not_settle_is_saved_whole(tmp_path: Path, distributed: str, where: str) -> None:
+    own, others = run(stumbled, str(tmp_path), distributed, where, limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 0 failed, so all ended after update" in others
+    run(stumbled, str(tmp_path), distributed, "straight", limit_s=40.0)
+    saved = read_checkpoint(tmp_path / where / "checkpoints" / "last")
+    straight = read_checkpoint(tmp_path / "straight" / "checkpoints" / "000004")
+    assert saved.manifest["counters"]["step"] == 4
+    same(saved.model, straight.model)
+    same(saved.models["ema"], straight.models["ema"])
+    assert saved.schedules[0]["last_epoch"] == straight.schedules[0]["last_epoch"] == 4
+
+
+def test_shard_whose_schedule_failed_is_not_saved(tmp_path: Path) -> None:
+    own, others = run(stumbled, str(tmp_path), "fsdp", "schedule", limit_s=40.0)
+    assert own == "only on this rank"
+    assert "states that no other process has" in others
+    assert read_checkpoint(tmp_path / "schedule" / "checkpoints" / "last").manifest["counters"]["step"] == 3
 
 
 def exhausted(folder: str) -> tuple[bool, str]:
@@ -244,7 +385,7 @@ def test_shard_that_an_optimizer_broke_is_not_saved_and_the_last_checkpoint_stay
     first, second = run(torn, str(tmp_path), "fsdp", 1, 3, limit_s=40.0)
     assert second == "in the middle of a step"
     assert "so all ended after update 6: RuntimeError: in the middle of a step" in first
-    assert "the weights are whole in no process. The last checkpoint can be gone on with" in first
+    assert "weights or states that no other process has. The last checkpoint can be gone on with" in first
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["000003", "last"]
     assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from policyfit import ConfigError
-from policyfit.trainer.run_dir import check_free, make, new_name, newest_run
+from policyfit.trainer.run_dir import check_free, has_checkpoint, make, new_name, newest_run
 
 
 def test_a_new_folder_never_is_one_that_is_there() -> None:
@@ -29,6 +29,14 @@ def test_what_the_file_system_refuses_is_told_with_its_reason(new: bool) -> None
     Path("file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir file.below cannot be made: .*\nChoose another run_dir"):
         make(Path("file/below"), new=new)
+
+
+def test_what_an_error_left_is_nothing_that_auto_goes_on_from() -> None:
+    for name, is_one in (("000003-exception", False), ("last", False), ("000002", True)):
+        folder = Path("run") / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        assert has_checkpoint(Path("run")) is is_one
 
 
 @pytest.mark.parametrize("mark", ["config.yaml", "plan.json", "metrics.jsonl", "checkpoints"])

@@ -106,6 +106,13 @@ def test_resume_on_as_many_ranks_is_exact(tmp_path: Path, distributed: str) -> N
     assert mine.scaler == theirs.scaler
 
 
+def test_resume_on_four_ranks_is_exact_where_the_order_of_a_sum_matters(tmp_path: Path) -> None:
+    straight = run(job, str(tmp_path / "straight"), "ddp", {"steps": 8}, ranks=4)
+    run(job, str(tmp_path), "ddp", {"steps": 4}, ranks=4)
+    resumed = run(job, str(tmp_path), "ddp", {"steps": 8, "resume": "last"}, ranks=4)
+    same(weights(resumed[0]), weights(straight[0]))
+
+
 WAYS = [
     ("ddp", 2, "none", 1),
     ("none", 1, "ddp", 2),
