@@ -185,6 +185,10 @@ class FP16(MixedPrecision):
         """Back off after an overflow, grow after a long time without, within the limits."""
         self._scaler.update(non_finite)
 
+    def take_back(self, updates: int, scale: float | None) -> None:
+        """Scale and growth tracker as they were."""
+        self._scaler.take_back(updates, self.first_scale if scale is None else scale)
+
     def state_dict(self) -> dict[str, Any]:
         """Scale, factors, interval and growth tracker."""
         return self._scaler.state_dict()

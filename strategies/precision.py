@@ -140,6 +140,13 @@ class PrecisionStrategy(ABC):
     def settle_scale(self, non_finite: Tensor) -> None:
         """Move the loss scale by what ``unscale`` found on any rank; once an update, after the optimizers."""
 
+    def take_back(self, updates: int, scale: float | None) -> None:
+        """Let the last updates not have counted as clean for the loss scale, which was ``scale`` before them.
+
+        Args:
+            scale: ``None`` for the first.
+        """
+
     def state_dict(self) -> dict[str, Any] | None:
         """The scaler's state in JSON values, or ``None`` without a scaler."""
         return None

@@ -128,6 +128,12 @@ class LossScaler:
         self._torch.update()
         self.scale.clamp_(self.settings.min_scale, self.settings.max_scale)
 
+    def take_back(self, updates: int, scale: float) -> None:
+        """Be as before the last ``updates``, none of them an overflow, when the scale was ``scale``."""
+        state = self.state_dict()
+        tracker = (state["_growth_tracker"] - updates) % state["growth_interval"]  # it begins anew where the scale grew
+        self._torch.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers as torch names them; waits for the device."""
         return dict(self._torch.state_dict())

@@ -55,7 +55,7 @@ def _whole_rank(run: Run, torn: Sequence[bool]) -> int | None:
 
 
 def _forget_failures(run: Run) -> None:
-    """Put the counters where they were before the windows that came to nothing, so that no sample is left out."""
+    """Put counters and loss scale where they were before the windows that came to nothing: no sample is left out."""
     counters, failures = run.counters, run.updater.failures
     end = counters.batch_in_epoch
     for _ in range(failures):
@@ -63,12 +63,9 @@ def _forget_failures(run: Run) -> None:
     counters.micro_batches -= end - counters.batch_in_epoch
     counters.skipped -= failures
     counters.skipped_in_a_row -= failures
-    scaler = run.precision.state_dict()
-    if failures and scaler is not None:  # they were no clean updates either, which make the scale grow
+    if failures:
         outcome = run.updater.outcome
-        scale = run.precision.first_scale if outcome is None else outcome.scale
-        tracker = (scaler["_growth_tracker"] - failures) % scaler["growth_interval"]
-        run.precision.load_state_dict({**scaler, "scale": scale, "_growth_tracker": tracker})
+        run.precision.take_back(failures, None if outcome is None else outcome.scale)
 
 
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:

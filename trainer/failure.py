@@ -7,8 +7,8 @@ A rank that has failed cannot just leave, since the others would wait for it. It
     where ranks meet    it comes there too (end of a step where something was due, validation, save, end of an epoch)
                         with its error for an answer, which is raised on the others in place of theirs
 
-Not in order: in the first window of a sharded policy, and the first after something froze or thawed, since it is not known
-yet what ranks say to each other there. Then the rank leaves its error in the store and goes.
+Not in order: in the first window of a sharded policy, and the first after something froze or thawed, since it is not
+known yet what ranks say to each other there. Then the rank leaves its error in the store and goes.
 """
 
 from __future__ import annotations

@@ -117,6 +117,19 @@ def test_a_resumed_scaler_grows_at_the_update_at_which_the_saved_one_would_have(
     assert float(resumed.scale) == 16.0
 
 
+@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+@pytest.mark.parametrize("before", range(7))
+def test_updates_that_are_taken_back_leave_scale_and_growth_as_they_were(interval: int, before: int) -> None:
+    made = scaler(init_scale=8.0, growth_interval=interval)
+    for _ in range(before):
+        attempt(made, 1.0)
+    state = made.state_dict()
+    for _ in range(2):
+        attempt(made, 1.0)
+    made.take_back(2, state["scale"])
+    assert made.state_dict() == state
+
+
 def test_factors_and_interval_are_those_of_the_settings_and_not_of_the_state() -> None:
     resumed = scaler(growth_factor=4.0, backoff_factor=0.25, growth_interval=9)
     resumed.load_state_dict(scaler(init_scale=64.0).state_dict())
