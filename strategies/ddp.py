@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ class DDP(ManyProcesses):
             raise ConfigError(f"DDP.find_unused_parameters must be true or false, got {find_unused_parameters!r}.")
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
-        self._unchecked = False
+        self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
@@ -52,7 +52,7 @@ class DDP(ManyProcesses):
 
         self.check_alike(policy)
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-        self._unchecked = not self.find_unused_parameters
+        self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
         options = DistributedDataParallelKwargs(
             broadcast_buffers=False,
             find_unused_parameters=self.find_unused_parameters,
@@ -81,13 +81,42 @@ class DDP(ManyProcesses):
         return partial(module, policyfit_step=step)
 
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
-        """Gradients stay on their rank until the backward that closes the window sends their sum."""
-        return nullcontext() if closes else module.no_sync()  # type: ignore[operator]
+        """Gradients stay on their rank until the backward that closes the window sends their sum.
+
+        Raises:
+            ConfigError: That left out a trainable parameter, or one has thawed since, so that ranks would part.
+        """
+        return self._closing(module) if closes else module.no_sync()  # type: ignore[operator]
+
+    @contextmanager
+    def _closing(self, module: Any) -> Iterator[None]:
+        yield
+        try:
+            module._check_reducer_finalized()
+        except RuntimeError as error:
+            if not _is_unfinished(error):
+                raise
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [self._trainable[int(index)][0] for index in found[1].split()] if found else []
+            raise ConfigError(
+                f"These trainable parameters got no gradient, so the ranks' gradients were not averaged: {_some(names)}"
+                ".\nUse them in the loss, freeze them with requires_grad_(False), or use "
+                "DDP(find_unused_parameters=True)."
+            ) from error
+        thawed = [name for name, p in self._frozen if p.grad is not None]
+        if thawed:
+            raise ConfigError(
+                "These parameters were frozen when the run began and have thawed since, but DDP averages the gradients "
+                f"only of what could be trained then: {_some(thawed)}.\nBegin with all that is ever trained thawed, "
+                "with DDP(find_unused_parameters=True), and freeze it in on_train_epoch_start; or use "
+                "distributed='fsdp'."
+            )
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """A forward whose loss is zero times every parameter, and its backward, where the window closes."""
         if closes:
-            module(policyfit_step=self._zero).backward()
+            with _without_hooks(p for _, p in self._trainable):
+                module(policyfit_step=self._zero).backward()
 
     @property
     def can_stand_in(self) -> bool:
@@ -105,43 +134,16 @@ class DDP(ManyProcesses):
         except RuntimeError as error:
             if not _is_unfinished(error):
                 raise
-            for _, parameter in self._trainable:
-                try:
-                    _nothing(parameter).backward()  # type: ignore[no-untyped-call]
-                except RuntimeError as said:
-                    if "mark a variable ready only once" not in in_words(said):
-                        raise
+            with _without_hooks(p for _, p in self._trainable):
+                for _, parameter in self._trainable:
+                    try:
+                        _nothing(parameter).backward()  # type: ignore[no-untyped-call]
+                    except RuntimeError as said:
+                        if "mark a variable ready only once" not in in_words(said):
+                            raise
 
     def _zero(self) -> Tensor:
         return torch.stack([_nothing(p) for _, p in self._trainable]).sum()
-
-    def reduce_max(self, flags: Tensor) -> None:
-        """One all-reduce; at the first update also a look whether every gradient has met the others'.
-
-        Raises:
-            ConfigError: A trainable parameter got no gradient, so that its bucket was never averaged.
-        """
-        if self._unchecked:
-            self._unchecked = False
-            without = [name for name, p in self._trainable if p.grad is None]
-            if without and len(without) < len(self._trainable):
-                raise _unused(without)
-        super().reduce_max(flags)
-
-    def is_lost(self, error: BaseException) -> bool:
-        """Also torch's error about parameters without a gradient, which ``lost`` words by their names."""
-        return _is_unfinished(error) or super().is_lost(error)
-
-    def lost(self, error: BaseException) -> DistributedError:
-        """The same, or which parameters a later backward left out."""
-        if not _is_unfinished(error):
-            return super().lost(error)
-        self._failed = True
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        names = [self._trainable[int(index)][0] for index in found[1].split()] if found else []
-        unused = DistributedError(str(_unused(names)))
-        unused.__cause__ = error
-        return unused
 
 
 class _Door(nn.Module):
@@ -156,6 +158,20 @@ class _Door(nn.Module):
         return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
 
 
+@contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Zeros that nobody computed are not for a user's hooks, one of which may be what failed."""
+    hooks = [found for p in parameters for found in (p._backward_hooks, p._post_accumulate_grad_hooks) if found]
+    kept = [dict(found) for found in hooks]
+    for found in hooks:
+        found.clear()
+    try:
+        yield
+    finally:
+        for found, before in zip(hooks, kept, strict=True):
+            found.update(before)
+
+
 def _nothing(parameter: Tensor) -> Tensor:
     return parameter.reshape(-1)[:1].sum() * 0.0
 
@@ -165,9 +181,5 @@ def _is_unfinished(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and said in in_words(error)
 
 
-def _unused(names: list[str]) -> ConfigError:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return ConfigError(
-        f"These trainable parameters got no gradient, so the ranks' gradients were not averaged: {shown or 'unknown'}."
-        "\nUse them in the loss, freeze them with requires_grad_(False), or use DDP(find_unused_parameters=True)."
-    )
+def _some(names: list[str]) -> str:
+    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "unknown"

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from .distributed import DistributionStrategy, RankFailed
-from .errors import ConfigError, DistributedError, in_words
+from .errors import AT_ONCE, ConfigError, DistributedError, in_words
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
 from .roll_call import RollCall
@@ -204,7 +204,7 @@ class ManyProcesses(DistributionStrategy):
 
     def excuse(self, error: BaseException) -> bool:
         """One gather, of the others' errors if they bring some too."""
-        if isinstance(error, RankFailed) or not isinstance(error, Exception):
+        if isinstance(error, (RankFailed, *AT_ONCE)):
             return True
         try:
             self._answers(_Answer("its end", None, in_words(error)))

@@ -115,6 +115,27 @@ class Unready(Policy):
         return super().state_dict(*args, **named)
 
 
+class Leaves(Policy):
+    """On rank 1 a layer has no part in one loss."""
+
+    def __init__(self, forward: int) -> None:
+        super().__init__()
+        self.extra, self.left = nn.Linear(3, 3), forward if os.environ["RANK"] == "1" else math.inf
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        loss, metrics = super().forward(batch)
+        self.left -= 1
+        return (loss if self.left == -1 else loss + self.extra(batch["y"]).square().mean()), metrics
+
+
+class Panics(Callback):
+    """Raises what is no Exception, as extensions in Rust do, on rank 1."""
+
+    def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.distribution.rank == 1 and trainer.micro_batches == 3:
+            raise BaseException("a panic")
+
+
 class Due(Callback):
     """From step 3 on it cannot say on one rank whether it is due."""
 

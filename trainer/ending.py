@@ -106,6 +106,7 @@ def stage_without_run(trainer: Trainer, policy: nn.Module, stage: str) -> Iterat
     try:
         trainer.callbacks.call("setup", trainer, policy, stage)
         yield
+        trainer.distribution.gather(None, f"the end of {stage}")  # for a rank that failed after the last meeting
     except BaseException as error:
         if trainer.distribution.is_lost(error):
             lost = trainer.distribution.lost(error)

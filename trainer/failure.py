@@ -45,11 +45,11 @@ class Place:
         self.index, self.end, self.window = index, end, window
 
 
-def end_together(run: Run, error: Exception) -> None:
+def end_together(run: Run, error: BaseException) -> None:
     """Have all ranks end with this one, or with the other whose failure ``error`` tells.
 
     Raises:
-        Exception: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
+        BaseException: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
     """
     ranks, place = run.distribution, run.place
     if isinstance(error, RankFailed) and place.meeting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..strategies.errors import AT_ONCE
 from .failure import end_together
 from .run import Run
 
@@ -12,7 +13,9 @@ def train(run: Run) -> None:
     try:
         _train(run)
         run.finish()
-    except Exception as error:
+    except AT_ONCE:
+        raise
+    except BaseException as error:
         end_together(run, error)  # raises it, unless other ranks are to end with this one
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +27,30 @@ def choose_threads(device_type: str, parameters: int, facts: MachineFacts) -> tu
     if parameters >= _SMALL:
         return None, f"{parameters:,} parameters keep several threads busy"
     return 1, f"{parameters:,} parameters are too few to share; set OMP_NUM_THREADS to choose"
+
+
+@contextmanager
+def unsurprised() -> Iterator[None]:
+    """Let a loader's worker that dies be missed by the next draw alone.
+
+    Torch would raise in whatever runs at that moment, right after a collective too, so that a rank would not know where
+    the others are.
+
+    Source: torch.utils.data._utils.signal_handling, which sets its handler of SIGCHLD once a process.
+    """
+    from torch.utils.data._utils import signal_handling
+
+    is_main = threading.current_thread() is threading.main_thread()
+    handler, is_set = signal.getsignal(signal.SIGCHLD), signal_handling._SIGCHLD_handler_set
+    signal_handling._SIGCHLD_handler_set = True
+    if is_main and is_set:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal_handling._SIGCHLD_handler_set = is_set
+        if is_main and is_set:
+            signal.signal(signal.SIGCHLD, handler)
 
 
 @contextmanager

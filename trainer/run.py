@@ -59,7 +59,7 @@ class Run:
     #: Why this rank asked for a stop, on which all have to agree.
     asked_to_stop: str | None = None
     #: The error of this rank for which all end; ``failed`` says that they do, be it for another's.
-    failure: Exception | None = None
+    failure: BaseException | None = None
     failed: bool = False
     #: The rank whose weights and states are saved, where all have the same; ``None`` when they are whole in no process.
     saves_from: int | None = 0
@@ -137,7 +137,8 @@ class Run:
             if schedule.interval == "epoch":
                 if schedule.monitor is not None:
                     self._bring_up_to_date(schedule.monitor)
-                schedule.advance(self.trainer.metrics)
+                with self.updater.or_torn():
+                    schedule.advance(self.trainer.metrics)
         # The counters go on first, so that a checkpoint of the hook's making begins with the next epoch.
         self.ended_epoch = counters.epoch
         counters.epoch += 1

@@ -32,7 +32,7 @@ from .optimizer import OptimizerFactory
 from .plan import Plan
 from .policy import adapt
 from .prepare import dry_run, prepare
-from .process import choose_threads, process_state
+from .process import choose_threads, process_state, unsurprised
 from .remote import RemoteRun
 from .resolve import Choices, resolve_device, resolve_distribution, resolve_precision
 from .resume import Origin, find_origin, names_of_changes
@@ -209,6 +209,8 @@ class Trainer(RunView):
                     self, policy, train_data, val_data, optimizer, schedule, self._settings, self._choices, origin
                 )
                 process.enter_context(self._process_state(threads))
+                if self.distribution.world_size > 1:
+                    process.enter_context(unsurprised())
                 aside = aside.pop_all()
             self._proven = True
             self._fit(run, origin, changes, aside)

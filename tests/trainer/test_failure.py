@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Breaks, Counted, Dies, Due, Endless, Fails, Tears, Thaws, Twice, Unready
+from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, Tears, Thaws, Twice, Unready
 from processes import outcomes_of, run
-from ranks import Policy, Samples, job, same, train, weights
+from ranks import LightningPolicy, Policy, Samples, job, same, train, weights
 from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
@@ -267,6 +267,40 @@ def test_callback_that_never_says_again_whether_it_is_due_ends_all_in_order(tmp_
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 2
 
 
+def left_out(folder: str, forward: int) -> str:
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed="ddp",
+        callbacks=[Checkpoint(every_steps=50)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Leaves(forward), Samples())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("forward", "step"), [(0, 0), (3, 3)])
+def test_parameter_that_one_rank_leaves_out_ends_all_in_order(tmp_path: Path, forward: int, step: int) -> None:
+    others, own = run(left_out, str(tmp_path), forward, limit_s=40.0)
+    assert "were not averaged: extra.weight, extra.bias." in own
+    assert f"Rank 1 failed, so all ended after update {step + 2}: ConfigError: These trainable" in others
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == step
+
+
+def panicked(folder: str) -> str:
+    try:
+        train(f"{folder}/run", "ddp", steps=30, extra=[Panics()])
+    except BaseException as error:
+        return str(error)
+    return ""
+
+
+def test_error_that_is_no_exception_ends_all_in_order(tmp_path: Path) -> None:
+    others, own = run(panicked, str(tmp_path), limit_s=40.0)
+    assert own == "a panic"
+    assert "Rank 1 failed, so all ended after update 5: BaseException: a panic" in others
+
+
 def both(folder: str, distributed: str) -> str:
     try:
         train(f"{folder}/run", distributed, steps=30, extra=[Fails(0, "on_after_backward", 4)], fails_at=20)
@@ -282,16 +316,17 @@ def test_ranks_that_fail_each_by_its_own_error_save_what_they_have(tmp_path: Pat
 
 
 class Stumbles(ExponentialLR):
-    """Fails at its fourth step on rank 0."""
+    """Fails at its fourth step on rank 0, if the environment says so."""
 
     def get_lr(self) -> list[float | Tensor]:
-        if self.last_epoch == 4 and os.environ["RANK"] == "0":
+        if self.last_epoch == 4 and (os.environ["RANK"], os.environ.get("STUMBLES")) == ("0", "yes"):
             raise RuntimeError("only on this rank")
         return super().get_lr()
 
 
 def stumbled(folder: str, distributed: str, where: str) -> str:
     fails = [Fails(0, "on_update_end", 5)] if where == "hook" else []
+    os.environ["STUMBLES"] = "yes" if where == "schedule" else "no"
     trainer = Trainer(
         "cpu", max_steps=9, batch_size=4, seed=7, run_dir=f"{folder}/{where}", distributed=distributed,
         callbacks=[*fails, EMA(0.9), Checkpoint(every_steps=4 if where == "straight" else 3)],
@@ -299,7 +334,7 @@ def stumbled(folder: str, distributed: str, where: str) -> str:
     try:
         trainer.fit(
             Policy(), Samples(), optimizer=lambda p: SGD(p, lr=1e-2, momentum=0.9),
-            schedule=lambda o: Stumbles(o, 0.9) if where == "schedule" else ExponentialLR(o, 0.9),
+            schedule=lambda o: Stumbles(o, 0.9),
         )  # fmt: skip
     except Exception as error:
         return str(error)
@@ -318,6 +353,38 @@ def test_update_that_one_rank_did_not_settle_is_saved_whole(tmp_path: Path, dist
     same(saved.model, straight.model)
     same(saved.models["ema"], straight.models["ema"])
     assert saved.schedules[0]["last_epoch"] == straight.schedules[0]["last_epoch"] == 4
+
+
+def stumbled_at_an_end(folder: str, fails: bool) -> str:
+    os.environ["STUMBLES"] = "yes" if fails else "no"
+    trainer = Trainer(
+        "cpu", max_epochs=6, batch_size=22, seed=7, run_dir=folder, distributed="ddp",
+        callbacks=[Checkpoint(every_steps=50)],
+    )  # fmt: skip
+    try:
+        trainer.fit(ByEpoch(), Samples(), resume="auto")
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+class ByEpoch(LightningPolicy):
+    """Its learning rate falls at the end of each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Stumbles(optimizer, 0.9), "interval": "epoch"}}
+
+
+def test_epoch_whose_schedule_failed_on_one_rank_is_gone_on_with_as_the_others_ended_it(tmp_path: Path) -> None:
+    own, others = run(stumbled_at_an_end, str(tmp_path / "broken"), True, limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 0 failed" in others
+    for folder in ("broken", "straight"):
+        assert run(stumbled_at_an_end, str(tmp_path / folder), False, limit_s=40.0) == ["", ""]
+    mended, straight = (read_checkpoint(tmp_path / name / "checkpoints" / "last") for name in ("broken", "straight"))
+    assert mended.schedules[0]["last_epoch"] == straight.schedules[0]["last_epoch"] == 6
+    same(mended.model, straight.model)
 
 
 def test_shard_whose_schedule_failed_is_not_saved(tmp_path: Path) -> None:
@@ -569,6 +636,21 @@ def test_shards_that_do_not_fit_together_make_no_checkpoint(tmp_path: Path) -> N
     assert all("000003 is not written, since what the ranks hold does not fit together: " in text for text in texts)
     assert all("the last rows of state/0/exp_avg are missing" in text for text in texts)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def validated_alone() -> str:
+    trainer = Trainer("cpu", distributed="ddp", callbacks=[Fails(1, "on_validation_end", 0)])
+    try:
+        trainer.validate(Policy(), Samples())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_rank_that_fails_at_the_end_of_a_validation_without_a_run_is_heard_by_the_others() -> None:
+    others, own = run(validated_alone, limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 1 failed: RuntimeError: only on this rank" in others
 
 
 def refused_without_a_run() -> bool:

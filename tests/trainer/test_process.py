@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from policyfit import ConfigError
 from policyfit.strategies.facts import MachineFacts
-from policyfit.trainer.process import choose_threads, process_state
+from policyfit.trainer.process import choose_threads, process_state, unsurprised
 
 
 @pytest.mark.parametrize(
@@ -79,3 +82,16 @@ def test_deterministic_on_cuda_needs_its_workspace_and_on_the_cpu_does_not() -> 
     facts = MachineFacts(environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),))
     with process_state(deterministic=True, threads=None, device_type="cuda", facts=facts):
         pass
+
+
+def test_a_worker_that_dies_is_missed_by_the_next_draw_and_not_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader: DataLoader[int] = DataLoader([0, 1, 2], num_workers=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for _ in range(2):  # the second time torch has set its handler
+        with unsurprised():
+            assert len(list(loader)) == 3
+            assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        assert len(list(loader)) == 3
+        assert callable(signal.getsignal(signal.SIGCHLD))
+    signal.signal(signal.SIGCHLD, before)
