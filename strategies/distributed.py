@@ -18,6 +18,7 @@ from .errors import DistributedError
 from .facts import MachineFacts, world_size
 
 T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 class RankFailed(DistributedError):
@@ -221,7 +222,7 @@ class SingleProcess(DistributionStrategy):
 
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
         """Nobody to talk to."""
-        return nullcontext()
+        return _NOTHING
 
     def reduce_max(self, flags: Tensor) -> None:
         """Its own flags are all there are."""

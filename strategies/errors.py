@@ -13,10 +13,6 @@
 A message says what was asked, what was found, and what to do, in whole sentences.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-
 
 class PolicyfitError(Exception):
     """Root of all errors that a user can act on."""
@@ -82,23 +78,3 @@ def in_words(error: BaseException) -> str:
     if traceback:  # its frames are indented
         words = next((line for line in reversed(lines.splitlines()) if line and not line.startswith(" ")), words)
     return words[:_LONGEST]
-
-
-def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
-    """Take every step, also after one has failed: an update, or the end of a run, has to come to all it concerns.
-
-    Args:
-        error: The error that is under way. It stays the one that is told; failures of steps become notes on it.
-            Without one, the first failure is raised at the end.
-    """
-    first = error
-    for step in steps:
-        try:
-            step()
-        except BaseException as failure:
-            if first is None:
-                first = failure
-            else:
-                first.add_note(f"While this was handled, another error came: {in_words(failure)}")
-    if first is not error and first is not None:
-        raise first

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from ..strategies.errors import DistributedError, in_words, run_all
+from ..strategies.errors import DistributedError, in_words
 from .run import Run
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
+    """Take every step, also after one has failed: what ends a run has to end all of it.
+
+    Args:
+        error: The error that is under way. It stays the one that is told; failures of steps become notes on it.
+            Without one, the first failure is raised at the end.
+    """
+    first = error
+    for step in steps:
+        try:
+            step()
+        except BaseException as failure:
+            if first is None:
+                first = failure
+            else:
+                first.add_note(f"While this was handled, another error came: {in_words(failure)}")
+    if first is not error and first is not None:
+        raise first
 
 
 def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseException | None = None) -> None:

@@ -137,8 +137,11 @@ class Run:
             if schedule.interval == "epoch":
                 if schedule.monitor is not None:
                     self._bring_up_to_date(schedule.monitor)
-                with self.updater.or_torn():
+                try:
                     schedule.advance(self.trainer.metrics)
+                except Exception:
+                    self.updater.is_torn = self.distribution.world_size > 1  # the others have advanced theirs
+                    raise
         # The counters go on first, so that a checkpoint of the hook's making begins with the next epoch.
         self.ended_epoch = counters.epoch
         counters.epoch += 1

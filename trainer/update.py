@@ -10,8 +10,7 @@ when they are used and the weights are still those after the predecessor when it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import DistributedError, run_all
+from ..strategies.errors import DistributedError, in_words
 from ..strategies.mailbox import Mailbox
 from .agreement import AGREED, Agreement
 from .counters import Counters
@@ -148,10 +147,10 @@ class Updater:
             names = tuple(name for name, p in self._named.items() if p.grad is not None)
         read = partial(self._read, norms, names, drawn, losses)
         try:
-            with self.or_torn():
-                self._move(gradients, norm)
+            self._move(gradients, norm)
         except Exception:
             if self._together:  # on the other ranks the update is made
+                self.is_torn = True
                 self._move_scale_and_send(non_finite, scale_slot)
                 self._close(read)
             raise
@@ -162,15 +161,6 @@ class Updater:
                     hook(self._trainer, self._policy, optimizer)
         finally:  # on the other ranks, and on the device, the update is made
             self._close(read)
-
-    @contextmanager
-    def or_torn(self) -> Iterator[None]:
-        """What every rank does alike: one that fails in it is no longer like the others."""
-        try:
-            yield
-        except Exception:
-            self.is_torn = self._together
-            raise
 
     def _move(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip, and let the optimizers step unless the update is a skip."""
@@ -286,19 +276,27 @@ class Updater:
         if outcome.landed:
             self._counters.step += 1
             self._counters.skipped_in_a_row = 0
+            try:
+                for schedule in self._schedules:
+                    schedule.advance()
+                self._after_step()
+            except Exception:
+                self.is_torn = self._together
+                if not self.agreement.has_failed:
+                    raise
         else:
             self._counters.skipped += 1
             self._counters.skipped_in_a_row += 1
-        try:
-            if outcome.landed:
-                with self.or_torn():
-                    for schedule in self._schedules:
-                        schedule.advance()
-                    self._after_step()
-            run_all(partial(hook, self._trainer, self._policy, outcome) for hook in self._update_end)
-        except Exception:
-            if not self.agreement.has_failed:  # else this rank has its error, and stands in for itself
-                raise
+        error: Exception | None = None
+        for hook in self._update_end:  # all of them: one that fails does not keep the others from the update
+            try:
+                hook(self._trainer, self._policy, outcome)
+            except Exception as failure:
+                if error is not None:
+                    error.add_note(f"Another callback failed too: {in_words(failure)}")
+                error = error or failure
+        if error is not None and not self.agreement.has_failed:  # else this rank has an error that ends it
+            raise error
         if not outcome.landed and not self.agreement.has_failed and outcome.reason != "failed":
             self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
         self._scale_used = outcome.scale

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from policyfit.strategies.errors import run_all
+from policyfit.trainer.ending import run_all
 
 
 def failing(error: BaseException) -> Callable[[], None]:
