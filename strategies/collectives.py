@@ -36,7 +36,7 @@ class Collectives:
         self.is_mute = False
         self._noted: list[_Collective] = []
         self._under_way = False  # also after an error, until the rest is made
-        self._follows = False  # others of its window
+        self._window_is_open = False
         #: Of the last one that closed a window: by whether others went before it, since what these have left in units
         #: that run twice is reduced too.
         self._last: dict[bool, list[_Collective]] = {}
@@ -48,13 +48,13 @@ class Collectives:
 
     @contextmanager
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
-        """Note those of a forward and its backward."""
+        """Note the collectives of a forward and its backward."""
         self._noted, self._under_way = [], True
         yield
         self._under_way = False
         if closes:
-            self._last[self._follows], self._trained = self._noted, self._what_trains()
-        self._follows = not closes
+            self._last[self._window_is_open], self._trained = self._noted, self._what_trains()
+        self._window_is_open = not closes
 
     def _what_trains(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -71,22 +71,25 @@ class Collectives:
 
     def repeat(self, *, closes: bool) -> None:
         """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off."""
-        last, done = self._last.get(self._follows) or next(iter(self._last.values())), 0
+        last, done = self._last.get(self._window_is_open) or next(iter(self._last.values())), 0
         if self._under_way:
             done, self._under_way = len(self._noted), False
             self._reshard_all()
         for one in [one for one in last if closes or isinstance(one, _AllGather)][done:]:
             one.repeat()
-        self._follows = not closes
+        self._window_is_open = not closes
 
     def _reshard_all(self) -> None:
         """Have no unit gathered, nor about to be, wherever the error found it."""
         self.is_mute = True
-        for unit in self._units:
-            unit.set_reshard_after_forward(True, recurse=False)  # else ``reshard`` does nothing within a forward
-            unit.unshard()  # ends a gather that was begun
-            unit.reshard()
-        self.is_mute = False
+        try:
+            for unit in self._units:
+                # Else ``reshard`` does nothing within a forward; it stays so, since no forward comes any more.
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.unshard()  # ends a gather that was begun
+                unit.reshard()
+        finally:
+            self.is_mute = False
 
 
 class _Memory:

@@ -100,8 +100,7 @@ class DDP(ManyProcesses):
             names = [self._trainable[int(index)][0] for index in found[1].split()] if found else []
             raise ConfigError(
                 f"These trainable parameters got no gradient, so the ranks' gradients were not averaged: {_some(names)}"
-                ".\nUse them in the loss, freeze them with requires_grad_(False), or use "
-                "DDP(find_unused_parameters=True)."
+                ".\nUse them in the loss, freeze them before fit, or use DDP(find_unused_parameters=True)."
             ) from error
         thawed = [name for name, p in self._frozen if p.grad is not None]
         if thawed:
@@ -135,7 +134,7 @@ class DDP(ManyProcesses):
             if not _is_unfinished(error):
                 raise
             with _without_hooks(p for _, p in self._trainable):
-                for _, parameter in self._trainable:
+                for parameter in (p for _, p in self._trainable if p.requires_grad):
                     try:
                         _nothing(parameter).backward()  # type: ignore[no-untyped-call]
                     except RuntimeError as said:

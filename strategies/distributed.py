@@ -1,7 +1,7 @@
 """How a run is spread over processes: the verbs, and the single process as the plain case of them.
 
 Every rank calls the verbs that talk (``reduce_max``, ``norms``, ``sync_buffers``, ``whole``, ``whole_weights``,
-``broadcast``, ``gather``) in the same order; none of the first three makes the host wait for the device.
+``broadcast``, ``gather``, ``from_rank``) in the same order; none of the first three makes the host wait for the device.
 """
 
 from __future__ import annotations

@@ -129,9 +129,11 @@ class LossScaler:
         self.scale.clamp_(self.settings.min_scale, self.settings.max_scale)
 
     def take_back(self, updates: int, scale: float) -> None:
-        """Be as before the last ``updates``, none of them an overflow, when the scale was ``scale``."""
+        """Be as before the last ``updates``, when the scale was ``scale``; where one overflowed, growth begins anew."""
         state = self.state_dict()
-        tracker = (state["_growth_tracker"] - updates) % state["growth_interval"]  # it begins anew where the scale grew
+        tracker = (state["_growth_tracker"] - updates) % state["growth_interval"]  # it began anew where the scale grew
+        if state["scale"] < scale:
+            tracker = 0
         self._torch.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
 
     def state_dict(self) -> dict[str, Any]:

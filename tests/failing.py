@@ -56,7 +56,7 @@ class Breaks(nn.Module):
 
 
 class Tears(SGD):
-    """Fails on a rank in its fourth step, with one weight changed."""
+    """Fails on a rank in its fourth step, with one weight changed; on rank 0 by what is no Exception."""
 
     def __init__(self, parameters: Any, rank: int) -> None:
         super().__init__(parameters, lr=1e-2, momentum=0.9)
@@ -66,7 +66,8 @@ class Tears(SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.left == 0:
             next(p for group in self.param_groups for p in group["params"] if p.numel()).mul_(math.nan)
-            raise RuntimeError("in the middle of a step")
+            kind = BaseException if os.environ["RANK"] == "0" else RuntimeError
+            raise kind("in the middle of a step")
         self.left -= 1
         super().step()
 

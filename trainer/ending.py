@@ -107,7 +107,7 @@ def _save_after_failure(run: Run) -> None:
     try:
         run.callbacks.call("on_fit_end", run.trainer, run.policy)
         run.trainer.wait_for_checkpoint()
-    except Exception as error:
+    except BaseException as error:
         run.excuse(error)
         raise
 

@@ -7,8 +7,11 @@ A rank that has failed cannot just leave, since the others would wait for it. It
     where ranks meet    it comes there too (end of a step where something was due, validation, save, end of an epoch)
                         with its error for an answer, which is raised on the others in place of theirs
 
+In the step of an optimizer or a schedule, the others have an update that it lacks: theirs is saved (ending.py).
+
 Not in order: in the first window of a sharded policy, and the first after something froze or thawed, since it is not
-known yet what ranks say to each other there. Then the rank leaves its error in the store and goes.
+known yet what ranks say to each other there; nor where they say something else than in the last window (decision 12).
+Then the rank leaves its error in the store and goes.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def end_together(run: Run, error: BaseException) -> None:
 
 
 def _can_stand_in(run: Run) -> bool:
-    # Before the first update the others make optimizer states, of which this rank would have no part.
+    # Of a sharded policy also not before the first update, in which the others make optimizer states without this rank.
     return run.distribution.can_stand_in and (run.updater.applied > 0 or not run.distribution.is_sharded)
 
 

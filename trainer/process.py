@@ -30,7 +30,7 @@ def choose_threads(device_type: str, parameters: int, facts: MachineFacts) -> tu
 
 
 @contextmanager
-def unsurprised() -> Iterator[None]:
+def dead_workers_wait_for_a_draw() -> Iterator[None]:
     """Let a loader's worker that dies be missed by the next draw alone.
 
     Torch would raise in whatever runs at that moment, right after a collective too, so that a rank would not know where
@@ -38,6 +38,9 @@ def unsurprised() -> Iterator[None]:
 
     Source: torch.utils.data._utils.signal_handling, which sets its handler of SIGCHLD once a process.
     """
+    if not hasattr(signal, "SIGCHLD"):  # Windows, where torch has no handler either
+        yield
+        return
     from torch.utils.data._utils import signal_handling
 
     is_main = threading.current_thread() is threading.main_thread()

@@ -139,7 +139,7 @@ class Run:
                     self._bring_up_to_date(schedule.monitor)
                 try:
                     schedule.advance(self.trainer.metrics)
-                except Exception:
+                except BaseException:
                     self.updater.is_torn = self.distribution.world_size > 1  # the others have advanced theirs
                     raise
         # The counters go on first, so that a checkpoint of the hook's making begins with the next epoch.

@@ -54,7 +54,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "policy": class_path(run.policy),
         "movers": run.movers,
         "settings": changes.plain_settings(run),
-        "exact": exact and not run.updater.failures,  # in those windows random streams have moved on
+        "exact": exact and not run.failed,  # random streams have moved on, and hooks have run on some ranks only
     }
     callbacks = {
         "states": run.callbacks.state_dict(),
@@ -142,7 +142,7 @@ def save(
             finish()
 
     captured = capture(run, extra, exact=exact, consolidated=consolidated)
-    if run.saves_from:  # rank 0 failed in its optimizer
+    if run.saves_from:  # rank 0 has not all of the last update
         captured = ranks.from_rank(run.saves_from, captured)
     if background:
         if ranks.is_main or ranks.saves_shards:

@@ -32,7 +32,7 @@ from .optimizer import OptimizerFactory
 from .plan import Plan
 from .policy import adapt
 from .prepare import dry_run, prepare
-from .process import choose_threads, process_state, unsurprised
+from .process import choose_threads, dead_workers_wait_for_a_draw, process_state
 from .remote import RemoteRun
 from .resolve import Choices, resolve_device, resolve_distribution, resolve_precision
 from .resume import Origin, find_origin, names_of_changes
@@ -210,7 +210,7 @@ class Trainer(RunView):
                 )
                 process.enter_context(self._process_state(threads))
                 if self.distribution.world_size > 1:
-                    process.enter_context(unsurprised())
+                    process.enter_context(dead_workers_wait_for_a_draw())
                 aside = aside.pop_all()
             self._proven = True
             self._fit(run, origin, changes, aside)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import DistributedError, in_words
+from ..strategies.errors import AT_ONCE, DistributedError, in_words
 from ..strategies.mailbox import Mailbox
 from .agreement import AGREED, Agreement
 from .counters import Counters
@@ -84,7 +84,7 @@ class Updater:
         # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
         self._checks = (1 + bool(self._before_step)) if self._guard else 0
         self._checks_left = self._checks
-        self._gradients_last_time = 0  # in the update before, for the same
+        self._gradients_last_time = 0  # for the same: its norms have to be as many as the others'
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
@@ -138,8 +138,9 @@ class Updater:
                 precision.find_non_finite(gradients, edited)
                 norms = self._check_norm(gradients, norm, skip)
         if self._together:
+            meets = self.meets_at(self.aimed_step)  # user code, so before the first collective of the agreement
             self._distribution.sync_buffers(self._policy)
-            self.agreement.reach(losses.values(), meets=self.meets_at(self.aimed_step), next_window=next_window)
+            self.agreement.reach(losses.values(), meets=meets, next_window=next_window)
             self._gradients_last_time = len(gradients)
         self.applied += 1
         names = self._names
@@ -148,7 +149,7 @@ class Updater:
         read = partial(self._read, norms, names, drawn, losses)
         try:
             self._move(gradients, norm)
-        except Exception:
+        except BaseException:
             if self._together:  # on the other ranks the update is made
                 self.is_torn = True
                 self._move_scale_and_send(non_finite, scale_slot)
@@ -280,18 +281,20 @@ class Updater:
                 for schedule in self._schedules:
                     schedule.advance()
                 self._after_step()
-            except Exception:
+            except BaseException as failure:
                 self.is_torn = self._together
-                if not self.agreement.has_failed:
+                if isinstance(failure, AT_ONCE) or not self.agreement.has_failed:
                     raise
         else:
             self._counters.skipped += 1
             self._counters.skipped_in_a_row += 1
-        error: Exception | None = None
+        error: BaseException | None = None
         for hook in self._update_end:  # all of them: one that fails does not keep the others from the update
             try:
                 hook(self._trainer, self._policy, outcome)
-            except Exception as failure:
+            except AT_ONCE:
+                raise
+            except BaseException as failure:
                 if error is not None:
                     error.add_note(f"Another callback failed too: {in_words(failure)}")
                 error = error or failure

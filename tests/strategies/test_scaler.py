@@ -130,6 +130,14 @@ def test_updates_that_are_taken_back_leave_scale_and_growth_as_they_were(interva
     assert made.state_dict() == state
 
 
+def test_growth_begins_anew_where_one_of_the_updates_taken_back_overflowed() -> None:
+    made = scaler(init_scale=8.0, growth_interval=5)
+    for gradient in (1.0, 1.0, math.inf, 1.0):
+        attempt(made, gradient)
+    made.take_back(2, 8.0)
+    assert (float(made.scale), made.state_dict()["_growth_tracker"]) == (8.0, 0)
+
+
 def test_factors_and_interval_are_those_of_the_settings_and_not_of_the_state() -> None:
     resumed = scaler(growth_factor=4.0, backoff_factor=0.25, growth_interval=9)
     resumed.load_state_dict(scaler(init_scale=64.0).state_dict())

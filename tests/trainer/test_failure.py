@@ -17,6 +17,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from policyfit import EMA, Callback, Checkpoint, DistributedError, Trainer
+from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
 from policyfit.trainer.checkpoint import read_checkpoint
 
@@ -253,7 +254,7 @@ def test_sharded_policy_that_fails_where_ranks_meet_is_saved(tmp_path: Path, met
 
 def undecided(folder: str, distributed: str) -> str:
     try:
-        train(f"{folder}/run", distributed, steps=30, extra=[Due(1)])
+        train(f"{folder}/run", distributed, steps=30, extra=[Due(1)], norm=distributed == "ddp")
     except Exception as error:
         return str(error)
     return ""
@@ -265,6 +266,28 @@ def test_callback_that_never_says_again_whether_it_is_due_ends_all_in_order(tmp_
     assert own == "only on this rank"
     assert "Rank 1 failed, so all ended after update 4: RuntimeError: only on this rank" in others
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 2
+
+
+def frozen_later(folder: str) -> str:
+    class Freezes(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, policy: Any) -> None:
+            policy.first.requires_grad_(trainer.epoch > 0)
+
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run",
+        distributed=DDP(find_unused_parameters=True), callbacks=[Freezes(), Checkpoint(every_steps=50)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Breaks("back", 1, 7, 600), Samples())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_backward_that_breaks_off_over_what_was_frozen_since_ends_all_in_order(tmp_path: Path) -> None:
+    others, own = run(frozen_later, str(tmp_path), limit_s=40.0)
+    assert own == "back the blocks of this rank"
+    assert "Rank 1 failed, so all ended after update 5: RuntimeError: back the blocks" in others
 
 
 def left_out(folder: str, forward: int) -> str:
@@ -427,7 +450,7 @@ def torn(folder: str, distributed: str, rank: int, every: int) -> str:
     )  # fmt: skip
     try:
         trainer.fit(Policy(), Samples(), optimizer=lambda p: Tears(p, rank))
-    except Exception as error:
+    except BaseException as error:
         return str(error)
     return ""
 
@@ -436,7 +459,8 @@ def torn(folder: str, distributed: str, rank: int, every: int) -> str:
 def test_update_that_one_rank_broke_off_is_saved_as_the_others_made_it(tmp_path: Path, rank: int) -> None:
     ends = run(torn, str(tmp_path / "torn"), "ddp", rank, 3, limit_s=40.0)
     assert ends[rank] == "in the middle of a step"
-    assert f"Rank {rank} failed, so all ended after update 6: RuntimeError: in the mid" in ends[1 - rank]
+    kind = ("BaseException", "RuntimeError")[rank]
+    assert f"Rank {rank} failed, so all ended after update 6: {kind}: in the mid" in ends[1 - rank]
     run(torn, str(tmp_path / "straight"), "ddp", 2, 4, limit_s=40.0)
     saved, straight = (
         read_checkpoint(tmp_path / name / "run" / "checkpoints" / "000004") for name in ("torn", "straight")

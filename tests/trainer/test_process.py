@@ -13,7 +13,7 @@ from torch.utils.data._utils import signal_handling
 
 from policyfit import ConfigError
 from policyfit.strategies.facts import MachineFacts
-from policyfit.trainer.process import choose_threads, process_state, unsurprised
+from policyfit.trainer.process import choose_threads, dead_workers_wait_for_a_draw, process_state
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_is_missed_by_the_next_draw_and_not_in_between(monkey
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for _ in range(2):  # the second time torch has set its handler
-        with unsurprised():
+        with dead_workers_wait_for_a_draw():
             assert len(list(loader)) == 3
             assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
         assert len(list(loader)) == 3
