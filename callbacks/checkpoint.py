@@ -38,7 +38,8 @@ class Checkpoint(Callback):
         background: Let training go on while a checkpoint is written; it waits for the copy into memory alone. The
             last one of a run is always waited for.
         save_on_exception: After an error, keep what it left as ``STEP-exception``. It is marked as not exact: no
-            resume takes it by itself, and nothing deletes it.
+            resume takes it by itself, and nothing deletes it. So is kept in any case what is left where one of several
+            ranks fails in the middle of an update that is whole on none.
         remote: An fsspec URL, such as ``"s3://bucket/run"``, where a copy of the run's folder is kept in the same way:
             its checkpoints, ``config.yaml`` and ``metrics.jsonl``.
     """
@@ -194,8 +195,8 @@ class Checkpoint(Callback):
         self._delete_others(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
-        """Keep what the error left, if that was asked for."""
-        if self.save_on_exception and self._has_begun and trainer.can_save:
+        """Keep what the error left, if that was asked for, or if nothing better can be had of several ranks."""
+        if self._has_begun and (self.save_on_exception or trainer.is_torn) and trainer.can_save:
             try:
                 trainer.wait_for_checkpoint()
             except Exception as failure:  # told; what the error left is still to be kept

@@ -2,24 +2,52 @@
 
 FSDP2 decides in its hooks when a unit is gathered and when its gradients are reduced, and tells nobody. But it lets
 the two calls be replaced (``set_custom_all_gather``, ``set_custom_reduce_scatter``): those here do what its own do, and
-note it. A micro-batch that closes its window is taken to be like the last one that did, and any other to be the same
-without the reductions. Where that is not so (a unit runs in some windows only), ranks lose each other.
+note it. A micro-batch is taken to be like the last one of its kind. Where there is none yet, since the run begins or
+something froze or thawed, or where they have not been alike, each rank tells beforehand, in the store, what it does.
 
 Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_reduce`` of torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
+from .roll_call import RollCall
 
-class _Collective(Protocol):
-    def repeat(self) -> None: ...
+_SLOTS = 256  # micro-batches before what was told is overwritten; the host is never so many ahead of another's
+
+
+class _Gather(NamedTuple):
+    """An all-gather of the weights of the unit with this number."""
+
+    unit: int
+
+
+class _Reduction(NamedTuple):
+    """A reduce-scatter of gradients; between replicas torch all-reduces its result by the same operation."""
+
+    numel: int
+    dtype: str  # in torch
+    op: str  # in torch.distributed.ReduceOp
+
+    @classmethod
+    def of(cls, numel: int, dtype: torch.dtype, op: Any) -> _Reduction:
+        """In words that the store can carry."""
+        return cls(numel, str(dtype).removeprefix("torch."), op.name)
+
+
+class _Kind(NamedTuple):
+    """What decides which collectives a micro-batch makes: the gradients of the first in a window add up in units that
+    run twice, and are reduced with the last."""
+
+    closes: bool
+    is_first: bool
 
 
 class Collectives:
@@ -27,57 +55,109 @@ class Collectives:
 
     Args:
         units: The modules that ``fully_shard`` has made its own, the policy itself among them.
+        shards: The group of ranks that hold the shards of one copy.
         replicas: The group of ranks that hold the same shards; ``None`` where there are no others.
+        roll_call: Where ranks tell what they do.
+        timeout: Seconds to wait for what they tell.
     """
 
-    def __init__(self, units: Sequence[Any], replicas: Any = None) -> None:
-        self._units, self.replicas = units, replicas
+    def __init__(
+        self,
+        units: Sequence[Any],
+        device: torch.device,
+        *,
+        shards: distributed.ProcessGroup,
+        replicas: distributed.ProcessGroup | None,
+        roll_call: RollCall,
+        timeout: float,
+    ) -> None:
+        self._units, self._device, self.shards, self._replicas = units, device, shards, replicas
+        self._roll_call, self._timeout = roll_call, timeout
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._noted: list[_Collective] = []
-        self._under_way = False  # also after an error, until the rest is made
-        self._window_is_open = False
-        #: Of the last one that closed a window: by whether others went before it, since what these have left in units
-        #: that run twice is reduced too.
-        self._last: dict[bool, list[_Collective]] = {}
         self._parameters = [parameter for unit in units for parameter in unit.parameters()]
         self._trained: list[bool] = []
-        for unit in units:
-            unit.set_custom_all_gather(_AllGather(self, unit))
+        self._last: dict[_Kind, list[Any]] = {}  # what those before have made
+        self._varies = False
+        # Of the micro-batch under way:
+        self._number, self._kind, self._tells = 0, _Kind(closes=True, is_first=True), True
+        self._noted: list[Any] = []
+        self._under_way = False  # also after an error, until the rest is made
+        for number, unit in enumerate(units):
+            unit.set_custom_all_gather(_AllGather(self, _Gather(number)))
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
     @contextmanager
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
         """Note the collectives of a forward and its backward."""
-        self._noted, self._under_way = [], True
+        self._begin(closes)
         yield
+        if self._tells:
+            self._tell(None)
+        self._end()
+
+    def _begin(self, closes: bool) -> None:
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained, self._last = trained, {}
+        self._number += 1
+        self._kind = _Kind(closes, is_first=self._kind.closes)
+        self._tells = self._varies or self._kind not in self._last
+        self._noted, self._under_way = [], True
+
+    def _end(self) -> None:
         self._under_way = False
-        if closes:
-            self._last[self._window_is_open], self._trained = self._noted, self._what_trains()
-        self._window_is_open = not closes
+        self._varies = self._varies or self._last.get(self._kind, self._noted) != self._noted
+        self._last[self._kind] = self._noted
 
-    def _what_trains(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
-
-    def note(self, one: _Collective) -> None:
+    def note(self, one: _Gather | _Reduction) -> None:
         """What is about to be done; ignored outside a micro-batch."""
         if self._under_way:
+            if self._tells:
+                self._tell(one)
             self._noted.append(one)
 
-    @property
-    def are_known(self) -> bool:
-        """Whether there has been a micro-batch that closed its window, since anything froze or thawed."""
-        return bool(self._last) and self._trained == self._what_trains()
-
     def repeat(self, *, closes: bool) -> None:
-        """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off."""
-        last, done = self._last.get(self._window_is_open) or next(iter(self._last.values())), 0
+        """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off.
+
+        Raises:
+            DistError: They are not known, and no rank is left that could tell them.
+        """
         if self._under_way:
-            done, self._under_way = len(self._noted), False
             self._reshard_all()
-        for one in [one for one in last if closes or isinstance(one, _AllGather)][done:]:
-            one.repeat()
-        self._window_is_open = not closes
+        else:
+            self._begin(closes)
+        self._under_way = False
+        while (one := self._next()) is not None:
+            self._noted.append(one)
+            if isinstance(one, _Gather):
+                self._units[one.unit].unshard()
+                self._units[one.unit].reshard()
+            else:
+                self._reduce_nothing(one)
+        self._end()
+
+    def _next(self) -> _Gather | _Reduction | None:
+        if not self._tells:
+            return next(iter(self._last[self._kind][len(self._noted) :]), None)
+        told = json.loads(self._roll_call.hear(self._place(), self._number, self._timeout))
+        if told is None:
+            return None
+        return _Gather(*told) if len(told) == 1 else _Reduction(*told)
+
+    def _tell(self, one: _Gather | _Reduction | None) -> None:
+        self._roll_call.tell(self._place(), self._number, json.dumps(one).encode())
+
+    def _place(self) -> str:
+        return f"{self._number % _SLOTS}/{len(self._noted)}"
+
+    def _reduce_nothing(self, one: _Reduction) -> None:
+        zeros = torch.zeros(one.numel, dtype=getattr(torch, one.dtype), device=self._device)
+        own, op = zeros.new_empty(one.numel // self.shards.size()), getattr(distributed.ReduceOp, one.op)
+        if self.shards.size() > 1:
+            _reduce_scatter()(own, zeros, op=op, group=self.shards)
+        if self._replicas is not None:
+            distributed.all_reduce(own, op=op, group=self._replicas)
 
     def _reshard_all(self) -> None:
         """Have no unit gathered, nor about to be, wherever the error found it."""
@@ -92,54 +172,38 @@ class Collectives:
             self.is_mute = False
 
 
-class _Memory:
-    """Allocates as torch's own calls do."""
+class _AllGather:
+    """That of one unit's weights."""
+
+    def __init__(self, collectives: Collectives, gather: _Gather) -> None:
+        self._collectives, self._gather = collectives, gather
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _AllGather(_Memory):
-    """That of one unit's weights."""
-
-    def __init__(self, collectives: Collectives, unit: Any) -> None:
-        self._collectives, self._unit = collectives, unit
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if self._collectives.is_mute:
             return None
-        self._collectives.note(self)
+        self._collectives.note(self._gather)
         return _all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
-    def repeat(self) -> None:
-        self._unit.unshard()
-        self._unit.reshard()
 
-
-class _ReduceScatter(_Memory):
-    """That of a unit's gradients."""
+class _ReduceScatter:
+    """That of a unit's gradients. With all rows on each rank torch does not call it, but allocates twice for it."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+        self._collectives, self._is_second = collectives, False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._collectives.shards.size() == 1:
+            if self._is_second:
+                self._collectives.note(_Reduction.of(size[0], dtype, distributed.ReduceOp.AVG))
+            self._is_second = not self._is_second
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._collectives.note(_Reduction(input_tensor, group, op, self._collectives.replicas))
+        self._collectives.note(_Reduction.of(input_tensor.numel(), input_tensor.dtype, op))
         return _reduce_scatter()(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class _Reduction:
-    """A reduce-scatter that was made; between replicas torch all-reduces its result by the same operation."""
-
-    def __init__(self, gradients: Tensor, group: Any, op: Any, replicas: Any) -> None:
-        self._numel, self._dtype, self._device = gradients.numel(), gradients.dtype, gradients.device
-        self._group, self._op, self._replicas = group, op, replicas
-
-    def repeat(self) -> None:
-        zeros = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
-        own = zeros.new_empty(self._numel // self._group.size())
-        _reduce_scatter()(own, zeros, op=self._op, group=self._group)
-        if self._replicas is not None:
-            distributed.all_reduce(own, op=self._op, group=self._replicas)
 
 
 def _all_gather() -> Callable[..., Any]:

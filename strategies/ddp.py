@@ -117,11 +117,6 @@ class DDP(ManyProcesses):
             with _without_hooks(p for _, p in self._trainable):
                 module(policyfit_step=self._zero).backward()
 
-    @property
-    def can_stand_in(self) -> bool:
-        """Always."""
-        return True
-
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """A forward and backward of zeros; where a backward was left by an error, what is missing of that backward.
 

@@ -94,11 +94,6 @@ class DistributionStrategy(ABC):
             DistributedError: That cannot be.
         """
 
-    @property
-    def can_stand_in(self) -> bool:
-        """Whether this rank knows what ``stand_in`` would have to say."""
-        return False
-
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """Take this rank's part in a micro-batch that it cannot compute, with gradients of zero.
 

@@ -202,7 +202,15 @@ class FSDP(ManyProcesses):
                 offload_policy=offload,
                 ignored_params=numbers,
             )
-        self._collectives = Collectives([*units, policy], self._replica_group)
+        assert self._roll_call is not None
+        self._collectives = Collectives(
+            [*units, policy],
+            self._device,
+            shards=self._shard_group,
+            replicas=self._replica_group,
+            roll_call=self._roll_call,
+            timeout=self.timeout,
+        )
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
@@ -231,16 +239,8 @@ class FSDP(ManyProcesses):
             "distributed='ddp'."
         )
 
-    @property
-    def can_stand_in(self) -> bool:
-        """After the first window; not where each rank holds all rows, and only the replicas' talk is left."""
-        return self._collectives.are_known and self._shard_group.size() > 1
-
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit.
-
-        Those of the last window are repeated, so that the windows of a run have to be alike.
-        """
+        """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
         self._collectives.repeat(closes=closes)
 
     # Parts and wholes ----------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class ManyProcesses(DistributionStrategy):
                 options = {"store": store, "rank": rank, "world_size": size, "timeout": limit}
                 options["backend"] = self._backend(device)
             else:
-                store = _get_default_store()
+                store = PrefixStore(f"policyfit/{next(_runs)}", _get_default_store())
             with warnings.catch_warnings(action="ignore"):  # of the threads that it sets
                 state = PartialState(cpu=device.type == "cpu", **options)
         except RuntimeError as error:  # torch's own DistError, or what gloo raises
@@ -281,6 +281,7 @@ class ManyProcesses(DistributionStrategy):
         patience = min(_PATIENCE_S, self.timeout)
         assert self._roll_call is not None
         try:
+            self._roll_call.leave()
             words, gone, elsewhere = self._roll_call.call(patience)
             if words is None and gone:
                 answers = "answers" if len(gone) == 1 else "answer"
@@ -306,6 +307,7 @@ class ManyProcesses(DistributionStrategy):
         self._failed = True
         try:
             if self._roll_call is not None:
+                self._roll_call.leave()
                 self._roll_call.leave_words(f"Rank {self.rank} failed: {in_words(error)}")
         except RuntimeError:  # the store is gone: nobody could read it
             return

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-_CALL, _PRESENT, _HERE, _LAST_WORDS = "roll call", "present", "here", "last words"
+_CALL, _PRESENT, _HERE, _LAST_WORDS, _TOLD, _LEFT = "roll call", "present", "here", "last words", "told", "left"
 _LISTEN_S = 0.5  # how often a rank looks whether another calls
 
 
@@ -54,8 +56,40 @@ class RollCall:
         """Leave words for the others, unless somebody was first: the first to say what it was is right."""
         self._store.compare_set(_LAST_WORDS, "", words)
 
+    def tell(self, key: str, number: int, what: bytes) -> None:
+        """Leave something for ranks that have failed; does not wait. All ranks that tell it tell the same.
+
+        Args:
+            number: What tells it from what was told by this key before.
+        """
+        self._store.set(f"{_TOLD} {key}", number.to_bytes(8) + what)  # type: ignore[arg-type]  # bytes are taken
+
+    def hear(self, key: str, number: int, patience_s: float) -> bytes:
+        """What another rank tells, waited for as long as one is left that could.
+
+        Raises:
+            DistError: None is left, or it takes too long.
+        """
+        name, deadline = f"{_TOLD} {key}", time.monotonic() + patience_s
+        all_left = [f"{_LEFT} {rank}" for rank in range(self._world_size)]
+        while True:
+            is_last = self._store.check(all_left) or time.monotonic() > deadline
+            if self._store.check([name]):
+                told = self._store.get(name)
+                if int.from_bytes(told[:8]) == number:
+                    return told[8:]
+            if is_last:
+                raise DistError("no rank is left that could tell what the others do")
+            time.sleep(0.002)
+
+    def leave(self) -> None:
+        """From now on this rank tells nothing."""
+        self._store.set(f"{_LEFT} {self._rank}", "")
+
     def end(self) -> None:
         """Answer no more."""
+        with suppress(RuntimeError):  # the store is gone: nobody waits
+            self.leave()
         self._over.set()
         # A thread that is in the store when the interpreter ends takes the process down with it (std::terminate).
         self._thread.join(_LISTEN_S)

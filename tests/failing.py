@@ -56,16 +56,20 @@ class Breaks(nn.Module):
 
 
 class Tears(SGD):
-    """Fails on a rank in its fourth step, with one weight changed; on rank 0 by what is no Exception."""
+    """Fails on a rank in its fourth step, with one weight multiplied; on rank 0 by what is no Exception.
 
-    def __init__(self, parameters: Any, rank: int) -> None:
+    Args:
+        rank: ``None`` for all.
+    """
+
+    def __init__(self, parameters: Any, rank: int | None, factor: float) -> None:
         super().__init__(parameters, lr=1e-2, momentum=0.9)
-        self.left = 3 if str(rank) == os.environ["RANK"] else -1
+        self.left, self.factor = 3 if rank is None or str(rank) == os.environ["RANK"] else -1, factor
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.left == 0:
-            next(p for group in self.param_groups for p in group["params"] if p.numel()).mul_(math.nan)
+            next(p for group in self.param_groups for p in group["params"] if p.numel()).mul_(self.factor)
             kind = BaseException if os.environ["RANK"] == "0" else RuntimeError
             raise kind("in the middle of a step")
         self.left -= 1
@@ -90,6 +94,22 @@ class Twice(nn.Module):
             raise RuntimeError("only on this rank")
         loss: Tensor = (self.last(self.block(x)) - batch["y"]).square().mean()
         return loss
+
+
+class Skips(Policy):
+    """Its second block has no part in every other forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        self.calls += 1
+        blocks = list(self.blocks)
+        x = self.first(batch["x"])
+        for block in blocks[: 1 + self.calls % 2]:
+            x = block(x)
+        return (self.last(x) - batch["y"]).square().mean(), {}
 
 
 class Unready(Policy):

@@ -46,8 +46,8 @@ class Agreement:
         self.exit_code = 0
         #: Whether a rank had something to do together with the others at the last update, and some without the others.
         self.meets = self.apart = False
-        #: Micro-batches of the window that the others come to next in this epoch; ``None`` before its first update.
-        self.next_window: int | None = None
+        #: Micro-batches of the window that the others come to next in this epoch.
+        self.next_window = 0
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""

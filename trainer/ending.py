@@ -56,10 +56,11 @@ def fail_with_others(run: Run) -> NoReturn:
     words = None if run.failure is None else in_words(run.failure)
     answers = run.distribution.gather((words, run.updater.is_torn), "the end of a run that failed")
     errors = [answer for answer, _ in answers]
-    run.saves_from = _whole_rank(run, [is_torn for _, is_torn in answers])
+    is_one_ranks, whole = len(set(errors)) > 1, _whole_rank(run, [is_torn for _, is_torn in answers])
+    run.saves_from, run.is_torn = whole or 0, is_one_ranks and whole is None
     error = run.failure or _failure_of_another(run, errors)
     _forget_failures(run)
-    if len(set(errors)) > 1 and run.saves_from is not None:
+    if is_one_ranks and not run.is_torn:
         run_all((partial(_save_after_failure, run),), error)
     # Else rank 0 tells it.
     error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
@@ -91,10 +92,10 @@ def _forget_failures(run: Run) -> None:
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:
     rank = next(rank for rank, error in enumerate(errors) if error)
     saved = "What was saved can be gone on with once that is mended: --resume."
-    if run.saves_from is None:
+    if run.is_torn:
         saved = (
             "It was in the middle of that update, with weights or states that no other process has. The last "
-            "checkpoint can be gone on with once that is mended: --resume."
+            "checkpoint can be gone on with once that is mended: --resume; or, by its path, what is kept of this one."
         )
     error = DistributedError(
         f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n{saved}"

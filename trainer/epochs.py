@@ -88,11 +88,6 @@ class TrainingData(ABC):
         """The number of the first micro-batch of the window of micro-batch ``index`` of an epoch."""
         return index // self._accumulate * self._accumulate
 
-    def window_end(self, index: int) -> int:
-        """The number after the last micro-batch of the window of micro-batch ``index`` of an epoch."""
-        end = (index // self._accumulate + 1) * self._accumulate
-        return end if self.batches_per_epoch is None else min(end, self.batches_per_epoch)
-
     @property
     def carries_state(self) -> bool:
         """Whether the source itself says where it stands."""

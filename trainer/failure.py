@@ -9,9 +9,7 @@ A rank that has failed cannot just leave, since the others would wait for it. It
 
 In the step of an optimizer or a schedule, the others have an update that it lacks: theirs is saved (ending.py).
 
-Not in order: in the first window of a sharded policy, and the first after something froze or thawed, since it is not
-known yet what ranks say to each other there; nor where they say something else than in the last window (decision 12).
-Then the rank leaves its error in the store and goes.
+Where it does not know what they say to each other, as in a forward that talks by itself, they lose it (decision 12).
 """
 
 from __future__ import annotations
@@ -61,8 +59,6 @@ def end_together(run: Run, error: BaseException) -> None:
     if ranks.world_size == 1 or ranks.is_lost(error):
         raise error
     ranks.report(error)
-    if not place.meeting and not _can_stand_in(run):
-        raise error
     if isinstance(error, torch.OutOfMemoryError):
         # They hold what was computed, and there is no room to spare; a debugger finds them empty.
         traceback.clear_frames(error.__traceback__)
@@ -86,16 +82,11 @@ def end_together(run: Run, error: BaseException) -> None:
     run.end_failed()
 
 
-def _can_stand_in(run: Run) -> bool:
-    # Of a sharded policy also not before the first update, in which the others make optimizer states without this rank.
-    return run.distribution.can_stand_in and (run.updater.applied > 0 or not run.distribution.is_sharded)
-
-
 def _stand_in(run: Run) -> None:
     """Take part in what is left of the window under way, or in the next, and in its update."""
     place, updater, counters = run.place, run.updater, run.counters
     if not run.in_window:
-        place.enter(place.end, place.end + _next_window(run), updater.applied)
+        place.enter(place.end, place.end + updater.agreement.next_window, updater.applied)
     for index in range(place.index, place.end):
         run.distribution.stand_in(run.adapter.module, closes=index + 1 == place.end)
     place.index = place.end
@@ -108,13 +99,4 @@ def _others_meet(run: Run) -> bool:
     """Whether the others come to a gather before they come to another window."""
     if run.place.asked < run.updater.applied and run.meets():
         return True
-    return not run.in_window and _next_window(run) == 0
-
-
-def _next_window(run: Run) -> int:
-    """Micro-batches of the window that the others come to next; 0 at the end of the epoch.
-
-    Before the first update of an epoch nobody has said it: then as many as there can be.
-    """
-    end, said = run.place.end, run.updater.agreement.next_window
-    return run.data.window_end(end) - end if said is None else said
+    return not run.in_window and run.updater.agreement.next_window == 0

@@ -61,8 +61,10 @@ class Run:
     #: The error of this rank for which all end; ``failed`` says that they do, be it for another's.
     failure: BaseException | None = None
     failed: bool = False
-    #: The rank whose weights and states are saved, where all have the same; ``None`` when they are whole in no process.
-    saves_from: int | None = 0
+    #: The rank whose weights and states are saved, where all have the same.
+    saves_from: int = 0
+    #: Whether a failure left some of them in the middle of an update, and nobody has them whole.
+    is_torn: bool = False
     resumed: bool = False
     resumed_step: int = 0
     logged_step: int = 0
@@ -112,18 +114,19 @@ class Run:
         """The micro-batches of the epoch under way, from the first that was not used, on the device."""
         start = self.counters.batch_in_epoch
         self.place.index = self.place.end = start
-        self.place.meeting, self.updater.agreement.next_window = True, None
+        self.place.meeting = True
         if start == 0:
             self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
-        self._part("the start of an epoch")
         batches = self.device.stream(self.data.epoch(self.counters.epoch, start))
+        # The first comes before the streams, from which some loaders draw when they start; and before ranks part, so
+        # that one which fails knows how large the others' first window is.
+        first = list(_first(batches))
+        self.updater.agreement.next_window = first[0].remaining + 1 if first else 0
+        self._part("the start of an epoch")
         if self.streams is not None:
-            # Some loaders draw from the global streams when they start: let the first micro-batch come first.
-            first = list(_first(batches))
             restore(self.streams, self.device)
             self.streams = None
-            return chain(first, batches)
-        return batches
+        return chain(first, batches)
 
     def end_epoch(self) -> None:
         """The epoch's data is used up: settle its last update and go on to the next epoch; ranks meet at its end."""

@@ -84,7 +84,7 @@ class Updater:
         # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
         self._checks = (1 + bool(self._before_step)) if self._guard else 0
         self._checks_left = self._checks
-        self._gradients_last_time = 0  # for the same: its norms have to be as many as the others'
+        self._states = [0 for _ in self.optimizers]  # how many parameters had one before the update applied last
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
@@ -109,8 +109,7 @@ class Updater:
         Args:
             next_window: Micro-batches of the window that comes next in the epoch; ``None`` where nobody knows.
         """
-        self.settle()
-        self.aimed_step = self._counters.step + 1
+        self._begin()
         drawn, losses = self._counters.micro_batches, self._take_losses()
         gradients = self._gradients()
         if not gradients and not self._together:
@@ -141,7 +140,6 @@ class Updater:
             meets = self.meets_at(self.aimed_step)  # user code, so before the first collective of the agreement
             self._distribution.sync_buffers(self._policy)
             self.agreement.reach(losses.values(), meets=meets, next_window=next_window)
-            self._gradients_last_time = len(gradients)
         self.applied += 1
         names = self._names
         if len(gradients) != len(names):
@@ -162,6 +160,11 @@ class Updater:
                     hook(self._trainer, self._policy, optimizer)
         finally:  # on the other ranks, and on the device, the update is made
             self._close(read)
+
+    def _begin(self) -> None:
+        self.settle()
+        self.aimed_step = self._counters.step + 1
+        self._states = [len(optimizer.state) for optimizer in self.optimizers]
 
     def _move(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip, and let the optimizers step unless the update is a skip."""
@@ -191,10 +194,17 @@ class Updater:
     def _check_norm(self, gradients: list[Tensor], norm: Tensor, skip: Tensor) -> Tensor:
         """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
         self._checks_left -= 1
-        norms = self._distribution.norms(self._precision.norms(gradients))
+        norms = self._norms(gradients)
         torch.linalg.vector_norm(norms, out=norm)
         self._precision.find_non_finite([norm], skip)
         return norms
+
+    def _norms(self, gradients: list[Tensor]) -> Tensor:
+        """Those of the whole gradients. Ranks exchange as many whatever has one, since one that failed cannot know."""
+        norms, missing = self._precision.norms(gradients), len(self._parameters) - len(gradients)
+        if self._together and missing:
+            norms = nn.functional.pad(norms, (0, missing))
+        return self._distribution.norms(norms)[: len(gradients)]
 
     def _gradients(self) -> list[Tensor]:
         """Those that there are, of each the part that is on this rank."""
@@ -203,12 +213,9 @@ class Updater:
 
     def apply_failed(self) -> None:
         """Take part in the update of a window when this rank has failed: no rank's weights move."""
-        self.settle()
-        self.aimed_step = self._counters.step + 1
-        drawn = self._counters.micro_batches
+        self._begin()
+        drawn, gradients = self._counters.micro_batches, [torch.zeros(1, device=self._mailbox.on_device.device)]
         skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
-        # As many norms as the others have, of nothing.
-        gradients = list(torch.zeros(max(self._gradients_last_time, 1), device=norm.device).unbind())
         while self._checks_left > 0:
             self._check_norm(gradients, norm, skip)
         for flag in (non_finite, edited):
@@ -236,7 +243,7 @@ class Updater:
             torch._foreach_clamp_max_(gradients, self._clip_value)
         if self._clip_norm is not None:
             if self._clip_value is not None or not self._guard:
-                norm = torch.linalg.vector_norm(self._distribution.norms(self._precision.norms(gradients)))
+                norm = torch.linalg.vector_norm(self._norms(gradients))
             # Source: torch.nn.utils.clip_grad_norm_, bit for bit, its 1e-6 included.
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0))
 
@@ -272,6 +279,7 @@ class Updater:
         self.lr = lr.clone() if isinstance(lr, Tensor) else lr  # a schedule changes a tensor in place
         if outcome.reason == "failed":
             self.failures += 1
+            self._forget_states()
         else:
             self._outcome = outcome
         if outcome.landed:
@@ -309,6 +317,12 @@ class Updater:
                 "Let due(step) depend on the step and on settings alone, so that it answers alike on every rank; "
                 "trainer.distribution.broadcast() in on_log gives all of them the view of rank 0."
             )
+
+    def _forget_states(self) -> None:
+        """Have no optimizer keep a state that it made in the last update: nothing moved, and a rank has not made it."""
+        for optimizer, before in zip(self.optimizers, self._states, strict=True):
+            for parameter in list(optimizer.state)[before:]:
+                del optimizer.state[parameter]
 
     def _read(
         self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int, losses: Mapping[int, Tensor]

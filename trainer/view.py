@@ -99,10 +99,15 @@ class RunView:
 
     @property
     def can_save(self) -> bool:
-        """Whether a save would find all ranks: alone always, else not once an error took one away, or its weights."""
+        """Whether a save would find all ranks: alone always, else not once an error took one away."""
         if self.distribution.world_size == 1 or self._status in ("running", "completed", "stopped"):
             return True
-        return self._active.failed and self._active.saves_from is not None
+        return self._active.failed
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether one rank's failure left the run in the middle of an update, of which no rank has the whole."""
+        return self._active.is_torn
 
     @property
     def resumed(self) -> bool:

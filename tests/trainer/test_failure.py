@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, Tears, Thaws, Twice, Unready
+from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, Skips, Tears, Thaws, Twice, Unready
 from processes import outcomes_of, run
 from ranks import LightningPolicy, Policy, Samples, job, same, train, weights
 from torch import Tensor
@@ -34,6 +35,9 @@ def failed(folder: str, distributed: str, where: str) -> dict[str, Any]:
 # Where rank 1 fails, at which draw; the update after which all end, and the step that is then saved.
 PLACES = [
     ("on_fit_start", 0, None, None),
+    ("on_train_batch_start", 0, 2, 0),  # in the first window, of which a sharded rank knows nothing yet
+    ("on_after_backward", 0, 2, 0),
+    ("on_before_optimizer_step", 1, 2, 0),
     ("on_train_batch_start", 1, 3, 1),
     ("on_train_epoch_start", 6, 6, 6),
     ("on_train_batch_start", 3, 5, 3),
@@ -127,6 +131,10 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
 # Where the code of rank 1's policy fails, in which forward of windows of two; the update after which all end, and the
 # step that is then saved. An epoch has six updates.
 BREAKS = [
+    ("before", 0, 2, 0),
+    ("between", 0, 2, 0),
+    ("after", 1, 2, 0),
+    ("back", 1, 2, 0),
     ("before", 6, 5, 3),
     ("between", 6, 5, 3),
     ("between", 7, 5, 3),
@@ -138,13 +146,16 @@ BREAKS = [
 ]
 
 
+MESHES = {"hsdp": FSDP(shard=2, replicate=2, checkpoint="whole"), "replicas": FSDP(shard=1, replicate=2)}
+
+
 def broken(folder: str, distributed: str, batch_size: int) -> list[tuple[str, int, int]]:
     ends = []
     for number, (where, forward, *_) in enumerate(BREAKS):
         trainer = Trainer(
             "cpu", max_steps=30, batch_size=batch_size, accumulate=2, clip_norm=1.0, seed=7,
             run_dir=f"{folder}/{number}", callbacks=[Checkpoint(every_steps=50)],
-            distributed=FSDP(shard=2, replicate=2, checkpoint="whole") if distributed == "hsdp" else distributed,
+            distributed=MESHES.get(distributed, distributed),
         )  # fmt: skip
         text = ""
         try:
@@ -155,7 +166,7 @@ def broken(folder: str, distributed: str, batch_size: int) -> list[tuple[str, in
     return ends
 
 
-@pytest.mark.parametrize(("distributed", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("distributed", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("replicas", 2)])
 def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_saved(
     tmp_path: Path, distributed: str, ranks: int
 ) -> None:
@@ -169,34 +180,45 @@ def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_sav
         assert saved.manifest["counters"]["step"] == step, place
 
 
-def broken_at_once(folder: str, distributed: str, where: str, at: int) -> str:
-    fails = [Fails(rank=1, hook=where, micro_batch=at)] if where.startswith("on_") else []
-    trainer = Trainer(
-        "cpu", max_steps=30, batch_size=2, accumulate=2, run_dir=f"{folder}/run", distributed=distributed,
-        callbacks=fails,
-    )  # fmt: skip
+def at_once(folder: str, same_words: bool) -> str:
+    """Each rank fails in its first window, one in the forward, one in the backward or the same."""
+    rank = int(os.environ["RANK"])
+    trainer = Trainer("cpu", max_steps=30, batch_size=2, accumulate=2, run_dir=folder, distributed="fsdp")
     try:
-        trainer.fit(Breaks(where, 1, at, 600), Samples())
+        trainer.fit(Breaks("between" if same_words or rank == 0 else "back", rank, 0, 6), Samples())
     except Exception as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return str(error)
     return ""
 
 
-@pytest.mark.parametrize(("where", "at"), [("between", 0), ("after", 1), ("on_after_backward", 1)])
-def test_failure_in_the_first_window_of_a_sharded_run_ends_all_in_time_with_its_words(
-    tmp_path: Path, where: str, at: int
+@pytest.mark.parametrize("same_words", [True, False])
+def test_sharded_ranks_that_all_fail_in_the_first_window_end_in_time_each_by_its_own_error(
+    tmp_path: Path, same_words: bool
 ) -> None:
-    others, own = run(broken_at_once, str(tmp_path), "fsdp", where, at, limit_s=40.0)
-    words = "only on this rank" if where.startswith("on_") else f"{where} the blocks of this rank"
-    assert own == words
-    assert f"Rank 1 failed: RuntimeError: {words}" in others
+    where = ["between", "between" if same_words else "back"]
+    assert run(at_once, str(tmp_path / "run"), same_words, limit_s=40.0) == [
+        f"{w} the blocks of this rank" for w in where
+    ]
     assert not (tmp_path / "run" / "checkpoints").exists()  # nothing was trained
 
 
-def test_failure_in_the_first_backward_of_ddp_ends_all_in_order(tmp_path: Path) -> None:
-    others, own = run(broken_at_once, str(tmp_path), "ddp", "back", 1, limit_s=40.0)
-    assert own == "back the blocks of this rank"
-    assert "Rank 1 failed, so all ended after update 2: RuntimeError: back the blocks" in others
+def resumed_first(folder: str) -> list[str]:
+    texts = []
+    for steps, fails in ((3, []), (30, [Fails(1, "on_before_backward", 3)]), (6, [])):
+        try:
+            train(f"{folder}/run", "fsdp", steps=steps, extra=fails, resume="auto")
+            texts.append("")
+        except Exception as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_failure_in_the_first_window_after_a_resume_leaves_a_run_that_can_be_gone_on_with(tmp_path: Path) -> None:
+    others, own = run(resumed_first, str(tmp_path), limit_s=60.0)
+    assert own == ["", "only on this rank", ""]
+    assert "Rank 1 failed, so all ended after update 5:" in others[1]
+    straight = run(job, str(tmp_path / "straight"), "fsdp", {"steps": 6})
+    same(read_checkpoint(tmp_path / "run" / "checkpoints" / "last").model, weights(straight[0]))
 
 
 def twice(folder: str, forward: int) -> str:
@@ -225,11 +247,31 @@ def thawed(folder: str) -> str:
     return ""
 
 
-def test_failure_right_after_a_thaw_ends_all_in_time_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+def test_failure_right_after_a_thaw_ends_all_after_the_same_update_saved(tmp_path: Path) -> None:
     others, own = run(thawed, str(tmp_path), limit_s=40.0)
     assert own == "only on this rank"
-    assert "Rank 1 failed: RuntimeError: only on this rank" in others
+    assert "Rank 1 failed, so all ended after update 8: RuntimeError: only on this rank" in others
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 6
+
+
+def by_turns(folder: str, draw: int) -> str:
+    try:
+        fails = [Fails(1, "on_before_backward", draw), Checkpoint(every_steps=50)]
+        Trainer(
+            "cpu", max_steps=30, batch_size=4, run_dir=folder, distributed="fsdp", callbacks=fails
+        ).fit(Skips(), Samples())  # fmt: skip
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("draw", [3, 4])
+def test_units_that_run_in_some_windows_only_are_told(tmp_path: Path, draw: int) -> None:
+    others, own = run(by_turns, str(tmp_path / "run"), draw, limit_s=40.0)
+    assert own == "only on this rank"
+    assert f"Rank 1 failed, so all ended after update {draw + 2}: RuntimeError: only on this rank" in others
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
+    assert saved.manifest["counters"]["step"] == draw
 
 
 def unready(folder: str, method: str) -> str:
@@ -410,11 +452,15 @@ def test_epoch_whose_schedule_failed_on_one_rank_is_gone_on_with_as_the_others_e
     same(mended.model, straight.model)
 
 
-def test_shard_whose_schedule_failed_is_not_saved(tmp_path: Path) -> None:
+def test_shard_whose_schedule_failed_is_kept_for_those_who_ask_for_it(tmp_path: Path) -> None:
     own, others = run(stumbled, str(tmp_path), "fsdp", "schedule", limit_s=40.0)
     assert own == "only on this rank"
     assert "states that no other process has" in others
-    assert read_checkpoint(tmp_path / "schedule" / "checkpoints" / "last").manifest["counters"]["step"] == 3
+    checkpoints = tmp_path / "schedule" / "checkpoints"
+    assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 3
+    run(stumbled, str(tmp_path), "fsdp", "straight", limit_s=40.0)
+    straight = read_checkpoint(tmp_path / "straight" / "checkpoints" / "000004")
+    same(read_checkpoint(checkpoints / "000004-exception").model, straight.model)
 
 
 def exhausted(folder: str) -> tuple[bool, str]:
@@ -443,15 +489,15 @@ def test_rank_that_ran_out_of_memory_lets_go_of_what_it_computed_before_it_takes
     assert is_free
 
 
-def torn(folder: str, distributed: str, rank: int, every: int) -> str:
+def torn(folder: str, distributed: str, rank: int | None, every: int, factor: float = math.nan) -> str:
     trainer = Trainer(
         "cpu", max_steps=8, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed=distributed,
-        callbacks=[Checkpoint(every_steps=every, save_on_exception=True), EMA(0.9)],
+        callbacks=[Checkpoint(every_steps=every), EMA(0.9)],
     )  # fmt: skip
     try:
-        trainer.fit(Policy(), Samples(), optimizer=lambda p: Tears(p, rank))
+        trainer.fit(Policy(), Samples(), optimizer=lambda p: Tears(p, rank, factor))
     except BaseException as error:
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
     return ""
 
 
@@ -472,14 +518,35 @@ def test_update_that_one_rank_broke_off_is_saved_as_the_others_made_it(tmp_path:
         same(saved.optimizers[0]["state"][index], entry)
 
 
-def test_shard_that_an_optimizer_broke_is_not_saved_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
-    first, second = run(torn, str(tmp_path), "fsdp", 1, 3, limit_s=40.0)
-    assert second == "in the middle of a step"
-    assert "so all ended after update 6: RuntimeError: in the middle of a step" in first
-    assert "weights or states that no other process has. The last checkpoint can be gone on with" in first
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["000003", "last"]
+@pytest.mark.parametrize(("distributed", "rank"), [("fsdp", 0), ("fsdp", 1), ("ddp", None)])
+def test_update_that_is_whole_on_no_rank_is_kept_for_those_who_ask_for_it(
+    tmp_path: Path, distributed: str, rank: int | None
+) -> None:
+    ends = run(torn, str(tmp_path / "torn"), distributed, rank, 3, 2.0, limit_s=40.0)
+    if rank is None:
+        assert ends == ["in the middle of a step"] * 2
+    else:
+        assert ends[rank] == "in the middle of a step"
+        assert f"Rank {rank} failed, so all ended after update 6: " in ends[1 - rank]
+        assert "The last checkpoint can be gone on with once that is mended: --resume; or, by its" in ends[1 - rank]
+    checkpoints = tmp_path / "torn" / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000003", "000004-exception", "last"]
     assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 3
+    kept = read_checkpoint(checkpoints / "000004-exception")
+    assert (kept.manifest["counters"]["step"], kept.manifest["exact"]) == (4, False)
+    if rank is not None:
+        run(torn, str(tmp_path / "straight"), distributed, 2, 4, limit_s=40.0)
+        straight = read_checkpoint(tmp_path / "straight" / "run" / "checkpoints" / "000004")
+        for name, weight in straight.model.items():
+            assert torch.equal(kept.model[name].chunk(2)[1 - rank], weight.chunk(2)[1 - rank])
+            assert not torch.equal(kept.model[name].chunk(2)[rank], weight.chunk(2)[rank])
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_broken_update_that_is_not_finite_is_kept_by_nobody(tmp_path: Path, distributed: str) -> None:
+    ends = run(torn, str(tmp_path), distributed, 1 if distributed == "fsdp" else None, 3, limit_s=40.0)
+    assert all("these are inf or NaN and are not saved" in text for text in ends)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["000003", "last"]
 
 
 def killed(folder: str, distributed: str) -> str:
@@ -572,12 +639,13 @@ UNSIZED: list[tuple[int, str | int, int, int, int]] = [
     (1, "on_after_backward", 4, 6, 4),
     (1, "on_train_batch_start", 5, 6, 5),  # the last of an epoch
     (1, "on_train_batch_end", 6, 6, 6),  # after it
-    (1, "sample", 0, 5, 3),
+    (1, "sample", 0, 3, 3),  # where ranks meet
     (1, "sample", 9, 6, 4),  # it is drawn with the window after the one under way
     (2, "on_train_batch_start", 4, 4, 2),
     (2, "on_before_backward", 5, 4, 3),  # in a window of one
-    (2, "sample", 0, 4, 2),
-    (2, "sample", 9, 4, 2),
+    (2, "sample", 0, 2, 2),
+    (2, "sample", 9, 2, 2),  # the second window is drawn with the first
+    (4, "on_train_batch_start", 3, 2, 1),  # an epoch is shorter than a window
 ]
 
 
