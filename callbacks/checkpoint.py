@@ -38,8 +38,8 @@ class Checkpoint(Callback):
         background: Let training go on while a checkpoint is written; it waits for the copy into memory alone. The
             last one of a run is always waited for.
         save_on_exception: After an error, keep what it left as ``STEP-exception``. It is marked as not exact: no
-            resume takes it by itself, and nothing deletes it. So is kept in any case what is left where one of several
-            ranks fails in the middle of an update that is whole on none.
+            resume takes it by itself, and nothing deletes it. Kept without being asked for when one of several ranks
+            fails in the middle of an update and no rank, or no full set of shards, has the whole of it.
         remote: An fsspec URL, such as ``"s3://bucket/run"``, where a copy of the run's folder is kept in the same way:
             its checkpoints, ``config.yaml`` and ``metrics.jsonl``.
     """
@@ -195,7 +195,7 @@ class Checkpoint(Callback):
         self._delete_others(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
-        """Keep what the error left, if that was asked for, or if nothing better can be had of several ranks."""
+        """Keep what the error left, if that was asked for, or if no rank has the last update whole."""
         if self._has_begun and (self.save_on_exception or trainer.is_torn) and trainer.can_save:
             try:
                 trainer.wait_for_checkpoint()
@@ -203,7 +203,8 @@ class Checkpoint(Callback):
                 trainer.event("warning", source="Checkpoint", message=f"the save before failed too: {failure}")
             path = trainer.run_dir / "checkpoints" / f"{trainer.step:06d}-exception"
             trainer.save_checkpoint(path, exact=False)
-            trainer.event("note", source="Checkpoint", message=f"what the error left is in {path}, which is not exact")
+            message = f"what the error left is kept in {path}, which is not exact: a resume takes it only by this path"
+            trainer.event("warning", source="Checkpoint", message=message)
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far: ``value``, ``step``, and ``path`` relative to the run's ``checkpoints``."""

@@ -2,8 +2,8 @@
 
 FSDP2 decides in its hooks when a unit is gathered and when its gradients are reduced, and tells nobody. But it lets
 the two calls be replaced (``set_custom_all_gather``, ``set_custom_reduce_scatter``): those here do what its own do, and
-note it. A micro-batch is taken to be like the last one of its kind. Where there is none yet, since the run begins or
-something froze or thawed, or where they have not been alike, each rank tells beforehand, in the store, what it does.
+note it. A micro-batch is taken to be like the last one of its kind. Until two of a kind have come alike, since the run
+began or something froze or thawed, and once two have differed, each rank tells beforehand, in the store, what it does.
 
 Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_reduce`` of torch 2.11 and 2.13.
 """
@@ -20,7 +20,9 @@ from torch import Tensor, distributed
 
 from .roll_call import RollCall
 
-_SLOTS = 256  # micro-batches before what was told is overwritten; the host is never so many ahead of another's
+# Names in the store are used again after so many micro-batches. Ahead of a rank that failed another gets only as far as
+# its device's queue reaches, which is less; what was overwritten would be missed, not mistaken.
+_SLOTS = 256
 
 
 class _Gather(NamedTuple):
@@ -30,7 +32,7 @@ class _Gather(NamedTuple):
 
 
 class _Reduction(NamedTuple):
-    """A reduce-scatter of gradients; between replicas torch all-reduces its result by the same operation."""
+    """A reduce-scatter of gradients, of which torch all-reduces the result between replicas, if there are any."""
 
     numel: int
     dtype: str  # in torch
@@ -39,12 +41,14 @@ class _Reduction(NamedTuple):
     @classmethod
     def of(cls, numel: int, dtype: torch.dtype, op: Any) -> _Reduction:
         """In words that the store can carry."""
-        return cls(numel, str(dtype).removeprefix("torch."), op.name)
+        return cls(numel, str(dtype).removeprefix("torch."), getattr(op, "name", "SUM"))  # a scaled sum has no name
 
 
 class _Kind(NamedTuple):
-    """What decides which collectives a micro-batch makes: the gradients of the first in a window add up in units that
-    run twice, and are reduced with the last."""
+    """Where a micro-batch stands in its window, which decides what it does.
+
+    The last reduces gradients, and then also what others before it left in units that run twice.
+    """
 
     closes: bool
     is_first: bool
@@ -54,7 +58,8 @@ class Collectives:
     """Notes the all-gathers and reduce-scatters of a policy's units, and repeats them.
 
     Args:
-        units: The modules that ``fully_shard`` has made its own, the policy itself among them.
+        units: The modules that ``fully_shard`` has made its own, the policy itself as the last.
+        device: The policy's, on which gradients of zero are made.
         shards: The group of ranks that hold the shards of one copy.
         replicas: The group of ranks that hold the same shards; ``None`` where there are no others.
         roll_call: Where ranks tell what they do.
@@ -75,13 +80,14 @@ class Collectives:
         self._roll_call, self._timeout = roll_call, timeout
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._parameters = [parameter for unit in units for parameter in unit.parameters()]
+        self._parameters = list(units[-1].parameters())
         self._trained: list[bool] = []
-        self._last: dict[_Kind, list[Any]] = {}  # what those before have made
+        self._last: dict[_Kind, list[_Gather | _Reduction]] = {}  # what the last micro-batch of each kind made
+        self._sure: set[_Kind] = set()  # kinds that came twice alike
         self._varies = False
         # Of the micro-batch under way:
         self._number, self._kind, self._tells = 0, _Kind(closes=True, is_first=True), True
-        self._noted: list[Any] = []
+        self._noted: list[_Gather | _Reduction] = []
         self._under_way = False  # also after an error, until the rest is made
         for number, unit in enumerate(units):
             unit.set_custom_all_gather(_AllGather(self, _Gather(number)))
@@ -99,15 +105,17 @@ class Collectives:
     def _begin(self, closes: bool) -> None:
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
-            self._trained, self._last = trained, {}
+            self._trained, self._last, self._sure = trained, {}, set()
         self._number += 1
         self._kind = _Kind(closes, is_first=self._kind.closes)
-        self._tells = self._varies or self._kind not in self._last
+        self._tells = self._varies or self._kind not in self._sure
         self._noted, self._under_way = [], True
 
     def _end(self) -> None:
         self._under_way = False
-        self._varies = self._varies or self._last.get(self._kind, self._noted) != self._noted
+        if self._kind in self._last:
+            self._varies = self._varies or self._last[self._kind] != self._noted
+            self._sure.add(self._kind)
         self._last[self._kind] = self._noted
 
     def note(self, one: _Gather | _Reduction) -> None:
@@ -121,7 +129,7 @@ class Collectives:
         """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off.
 
         Raises:
-            DistError: They are not known, and no rank is left that could tell them.
+            DistError: They are not known, and nobody tells them in time.
         """
         if self._under_way:
             self._reshard_all()
@@ -140,10 +148,11 @@ class Collectives:
     def _next(self) -> _Gather | _Reduction | None:
         if not self._tells:
             return next(iter(self._last[self._kind][len(self._noted) :]), None)
-        told = json.loads(self._roll_call.hear(self._place(), self._number, self._timeout))
-        if told is None:
+        told = self._roll_call.hear(self._place(), self._number, self._timeout)
+        one = None if told is None else json.loads(told)  # all have failed, and stand at the same place
+        if one is None:
             return None
-        return _Gather(*told) if len(told) == 1 else _Reduction(*told)
+        return _Gather(*one) if len(one) == 1 else _Reduction(*one)
 
     def _tell(self, one: _Gather | _Reduction | None) -> None:
         self._roll_call.tell(self._place(), self._number, json.dumps(one).encode())

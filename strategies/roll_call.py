@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from typing import NamedTuple
 
 from torch.distributed import DistError
@@ -64,22 +63,24 @@ class RollCall:
         """
         self._store.set(f"{_TOLD} {key}", number.to_bytes(8) + what)  # type: ignore[arg-type]  # bytes are taken
 
-    def hear(self, key: str, number: int, patience_s: float) -> bytes:
-        """What another rank tells, waited for as long as one is left that could.
+    def hear(self, key: str, number: int, patience_s: float) -> bytes | None:
+        """What another rank tells, waited for as long as one is left that could; ``None`` once all have left.
 
         Raises:
-            DistError: None is left, or it takes too long.
+            DistError: It takes too long.
         """
         name, deadline = f"{_TOLD} {key}", time.monotonic() + patience_s
         all_left = [f"{_LEFT} {rank}" for rank in range(self._world_size)]
         while True:
-            is_last = self._store.check(all_left) or time.monotonic() > deadline
+            nobody_is_left = self._store.check(all_left)  # asked first, since a rank tells before it leaves
             if self._store.check([name]):
                 told = self._store.get(name)
                 if int.from_bytes(told[:8]) == number:
                     return told[8:]
-            if is_last:
-                raise DistError("no rank is left that could tell what the others do")
+            if nobody_is_left:
+                return None
+            if time.monotonic() > deadline:
+                raise DistError(f"no rank told within {patience_s:g} s what it does")
             time.sleep(0.002)
 
     def leave(self) -> None:
@@ -88,8 +89,6 @@ class RollCall:
 
     def end(self) -> None:
         """Answer no more."""
-        with suppress(RuntimeError):  # the store is gone: nobody waits
-            self.leave()
         self._over.set()
         # A thread that is in the store when the interpreter ends takes the process down with it (std::terminate).
         self._thread.join(_LISTEN_S)

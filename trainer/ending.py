@@ -56,11 +56,12 @@ def fail_with_others(run: Run) -> NoReturn:
     words = None if run.failure is None else in_words(run.failure)
     answers = run.distribution.gather((words, run.updater.is_torn), "the end of a run that failed")
     errors = [answer for answer, _ in answers]
-    is_one_ranks, whole = len(set(errors)) > 1, _whole_rank(run, [is_torn for _, is_torn in answers])
-    run.saves_from, run.is_torn = whole or 0, is_one_ranks and whole is None
+    differ = len(set(errors)) > 1
+    whole = _whole_rank(run, [is_torn for _, is_torn in answers])
+    run.saves_from, run.is_torn = whole or 0, differ and whole is None
     error = run.failure or _failure_of_another(run, errors)
     _forget_failures(run)
-    if is_one_ranks and not run.is_torn:
+    if differ and not run.is_torn:
         run_all((partial(_save_after_failure, run),), error)
     # Else rank 0 tells it.
     error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
@@ -95,7 +96,7 @@ def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedEr
     if run.is_torn:
         saved = (
             "It was in the middle of that update, with weights or states that no other process has. The last "
-            "checkpoint can be gone on with once that is mended: --resume; or, by its path, what is kept of this one."
+            "checkpoint can be gone on with once that is mended: --resume."
         )
     error = DistributedError(
         f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n{saved}"

@@ -7,9 +7,11 @@ A rank that has failed cannot just leave, since the others would wait for it. It
     where ranks meet    it comes there too (end of a step where something was due, validation, save, end of an epoch)
                         with its error for an answer, which is raised on the others in place of theirs
 
-In the step of an optimizer or a schedule, the others have an update that it lacks: theirs is saved (ending.py).
+In the step of an optimizer or a schedule, the others have an update that it lacks: under DDP theirs is saved, and of
+shards what is left is kept as not exact (ending.py).
 
-Where it does not know what they say to each other, as in a forward that talks by itself, they lose it (decision 12).
+A sharded rank repeats what ranks said to each other in the last window like this one, or hears it from them where none
+is known (strategies/collectives.py). Where it can do neither, they lose it (decision 12).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,13 +120,13 @@ class Run:
         batches = self.device.stream(self.data.epoch(self.counters.epoch, start))
         # The first comes before the streams, from which some loaders draw when they start; and before ranks part, so
         # that one which fails knows how large the others' first window is.
-        first = list(_first(batches))
+        first = list(islice(batches, 1))
         self.updater.agreement.next_window = first[0].remaining + 1 if first else 0
         self._part("the start of an epoch")
         if self.streams is not None:
             restore(self.streams, self.device)
             self.streams = None
-        return chain(first, batches)
+        return chain(iter(first), batches)  # its iterator lets the first go once it is used; the list would not
 
     def end_epoch(self) -> None:
         """The epoch's data is used up: settle its last update and go on to the next epoch; ranks meet at its end."""
@@ -328,9 +328,3 @@ class Run:
 
 def _hits(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _first(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    for batch in batches:
-        yield batch
-        return

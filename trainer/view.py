@@ -106,7 +106,7 @@ class RunView:
 
     @property
     def is_torn(self) -> bool:
-        """Whether one rank's failure left the run in the middle of an update, of which no rank has the whole."""
+        """Whether failures left the run in the middle of an update of which no rank has the whole."""
         return self._active.is_torn
 
     @property

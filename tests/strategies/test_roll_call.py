@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from policyfit.strategies import group
 from policyfit.strategies.ddp import DDP
@@ -35,6 +35,21 @@ def test_first_words_stay_and_are_the_answer() -> None:
     assert one.call(1000.0) == other.call(1000.0) == ("the cause", [], [])
     one.end()
     other.end()
+
+
+def test_what_was_told_before_is_not_heard_again_and_nothing_is_once_all_have_left() -> None:
+    store = HashStore()
+    teller, listener = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    teller.tell("3/0", 3, b"now")
+    assert listener.hear("3/0", 3, 1000.0) == b"now"
+    with pytest.raises(DistError, match=r"no rank told within 0\.1 s"):  # the same name, many micro-batches later
+        listener.hear("3/0", 259, 0.1)
+    teller.leave()
+    listener.leave()
+    assert listener.hear("3/0", 3, 1000.0) == b"now"  # what a rank told before it left counts
+    assert listener.hear("3/1", 3, 1000.0) is None
+    teller.end()
+    listener.end()
 
 
 def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:

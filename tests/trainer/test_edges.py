@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from toys import MLP, Batch, InMemory, assert_equal, batches, mlp, weights
 
 from policyfit import Callback, CallbackError, Checkpoint, CheckpointError, ConfigError, Trainer
@@ -321,3 +322,35 @@ def test_a_log_record_that_was_due_after_the_checkpoint_is_written_by_the_resume
         steps.append([record["step"] for record in records if "lr" in record])
     assert steps == [[4, 6], [4, 6]]
     assert read_checkpoint(tmp_path / "run/checkpoints/000006").manifest["counters"]["step"] == 6
+
+
+class Holds(Callback):
+    """Which of the batches so far are still somewhere in memory when the next has come."""
+
+    def __init__(self) -> None:
+        self.batches: list[weakref.ref[Tensor]] = []
+        self.alive: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
+        self.alive.append([number for number, ref in enumerate(self.batches) if ref() is not None])
+        self.batches.append(weakref.ref(batch["x"]))
+
+
+class Fresh(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return ({"x": torch.randn(4, 3)} for _ in range(3))
+
+
+class OfX(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+
+def test_no_batch_of_an_epoch_is_held_once_it_is_used() -> None:
+    holds = Holds()
+    fit(OfX(), DataLoader(Fresh(), batch_size=None), callbacks=[holds])
+    assert holds.alive == [[]] * 6
