@@ -106,6 +106,7 @@ class Collectives:
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
             self._trained, self._last, self._sure = trained, {}, set()
+        self.reshard()
         self._number += 1
         self._kind = _Kind(closes, is_first=self._kind.closes)
         self._tells = self._varies or self._kind not in self._sure
@@ -159,6 +160,11 @@ class Collectives:
 
     def _place(self) -> str:
         return f"{self._number % _SLOTS}/{len(self._noted)}"
+
+    def reshard(self) -> None:
+        """Let go of units that are still gathered, as after a forward outside of micro-batches."""
+        for unit in self._units:
+            unit.reshard()
 
     def _reduce_nothing(self, one: _Reduction) -> None:
         zeros = torch.zeros(one.numel, dtype=getattr(torch, one.dtype), device=self._device)

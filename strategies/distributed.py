@@ -177,6 +177,9 @@ class DistributionStrategy(ABC):
         """The context in which each rank can run the policy alone, under ``no_grad``, without the others."""
         return nullcontext()
 
+    def release(self) -> None:
+        """Let go of weights that a forward outside of the loop has left gathered; does not talk."""
+
     # When a rank is lost -------------------------------------------------------------------------------------
 
     def is_lost(self, error: BaseException) -> bool:

@@ -243,6 +243,10 @@ class FSDP(ManyProcesses):
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
         self._collectives.repeat(closes=closes)
 
+    def release(self) -> None:
+        """The policy's parameters are shards again."""
+        self._collectives.reshard()
+
     # Parts and wholes ----------------------------------------------------------------------------------------
 
     def norms(self, norms: Tensor) -> Tensor:

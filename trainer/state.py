@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import CallbackError, CheckpointError, PolicyfitError
 from . import changes
 from .checkpoint import CheckpointState, begin, write_checkpoint
@@ -41,6 +42,8 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     # What user code gives comes before ranks put anything together, so that one in which it fails can answer for it.
     models, model = extra.pop("models", {}), run.policy.state_dict()
     optimizers = [optimizer.state_dict() for optimizer in run.updater.optimizers]
+    if run.is_torn:
+        optimizers = _common_states(ranks, optimizers)
     outcome = run.updater.outcome
     manifest = {
         "run": run.id,
@@ -88,6 +91,15 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     return in_shards(ranks, state, weights=in_parts) if ranks.saves_shards else state
 
 
+def _common_states(ranks: DistributionStrategy, optimizers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without states that a rank has not come to make, in the update that an error broke off."""
+    made = ranks.gather([set(optimizer["state"]) for optimizer in optimizers], "save_checkpoint() of a broken update")
+    return [
+        {**optimizer, "state": {key: optimizer["state"][key] for key in sorted(set.intersection(*keys))}}
+        for optimizer, *keys in zip(optimizers, *made, strict=True)
+    ]
+
+
 def save(
     run: Run, path: str | Path | None, *, background: bool, exact: bool, remote: str | None, consolidated: bool
 ) -> Path:
@@ -111,6 +123,7 @@ def save(
         run.check_meeting("save_checkpoint()")
     run.saver.wait()
     run.updater.settle()
+    run.distribution.release()
     _check_held(run)
     run.updater.divergence.check_finite(counts=run.is_torn or not run.updater.is_torn)
     extra: dict[str, Any] = {}

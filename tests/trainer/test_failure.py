@@ -14,7 +14,7 @@ from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, 
 from processes import outcomes_of, run
 from ranks import LightningPolicy, Policy, Samples, job, same, train, weights
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from policyfit import EMA, Callback, Checkpoint, DistributedError, Trainer
@@ -543,6 +543,62 @@ def test_update_that_is_whole_on_no_rank_is_kept_as_an_exception_without_being_a
         for name, weight in straight.model.items():
             assert torch.equal(kept.model[name].chunk(2)[1 - rank], weight.chunk(2)[1 - rank])
             assert not torch.equal(kept.model[name].chunk(2)[rank], weight.chunk(2)[rank])
+
+
+def torn_at_once(folder: str) -> str:
+    """Rank 1's optimizer fails in the first update that moves what thaws with the second epoch."""
+
+    class Fails(AdamW):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if os.environ["RANK"] == "1" and len(self.state) == 6 and trainer.epoch == 1:
+                raise RuntimeError("only on this rank")
+            super().step()
+
+    trainer = Trainer(
+        "cpu", max_steps=30, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed="fsdp",
+        callbacks=[Thaws(), Checkpoint(every_steps=4)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Policy(), Samples(), optimizer=lambda p: Fails(p))
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+def test_broken_update_in_which_states_were_first_made_is_kept_without_them(tmp_path: Path) -> None:
+    assert run(torn_at_once, str(tmp_path), limit_s=40.0)[1] == "only on this rank"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000004", "000007-exception", "last"]
+    kept = read_checkpoint(checkpoints / "000007-exception")
+    assert sorted(kept.optimizers[0]["state"]) == [*range(2, 8)]  # not those of the first layer
+
+
+class Probes(Callback):
+    """Runs the policy where ranks meet, without a backward."""
+
+    def due(self, step: int) -> bool:
+        return step in (3, 4)  # after the second comes a checkpoint
+
+    def on_due(self, trainer: Trainer, policy: Any) -> None:
+        with torch.no_grad():
+            policy({"x": torch.ones(2, 6), "y": torch.ones(2, 3), "factor": torch.ones(2)})
+
+
+def probed(folder: str, draw: int) -> str:
+    try:
+        train(f"{folder}/run", "fsdp", steps=30, extra=[Probes(), Fails(1, "on_before_backward", draw)])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("draw", [3, 4])
+def test_forward_of_a_callback_changes_neither_the_save_after_it_nor_what_ranks_say_then(
+    tmp_path: Path, draw: int
+) -> None:
+    others, own = run(probed, str(tmp_path), draw, limit_s=60.0)
+    assert own == "only on this rank"
+    assert f"Rank 1 failed, so all ended after update {draw + 2}: RuntimeError: only on this rank" in others
 
 
 @pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
