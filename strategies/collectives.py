@@ -97,9 +97,10 @@ class Collectives:
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
         """Note the collectives of a forward and its backward."""
         self._begin(closes)
+        self._tell("whether more is told", self._tells)
         yield
         if self._tells:
-            self._tell(None)
+            self._tell(len(self._noted), None)
         self._end()
 
     def _begin(self, closes: bool) -> None:
@@ -123,7 +124,7 @@ class Collectives:
         """What is about to be done; ignored outside a micro-batch."""
         if self._under_way:
             if self._tells:
-                self._tell(one)
+                self._tell(len(self._noted), one)
             self._noted.append(one)
 
     def repeat(self, *, closes: bool) -> None:
@@ -136,6 +137,8 @@ class Collectives:
             self._reshard_all()
         else:
             self._begin(closes)
+            # What has frozen or thawed on the others may not have on this rank, if that is where it failed.
+            self._tells = self._hear("whether more is told") is not False
         self._under_way = False
         while (one := self._next()) is not None:
             self._noted.append(one)
@@ -149,17 +152,18 @@ class Collectives:
     def _next(self) -> _Gather | _Reduction | None:
         if not self._tells:
             return next(iter(self._last[self._kind][len(self._noted) :]), None)
-        told = self._roll_call.hear(self._place(), self._number, self._timeout)
-        one = None if told is None else json.loads(told)  # all have failed, and stand at the same place
+        one = self._hear(len(self._noted))
         if one is None:
             return None
         return _Gather(*one) if len(one) == 1 else _Reduction(*one)
 
-    def _tell(self, one: _Gather | _Reduction | None) -> None:
-        self._roll_call.tell(self._place(), self._number, json.dumps(one).encode())
+    def _tell(self, what: int | str, value: Any) -> None:
+        self._roll_call.tell(f"{self._number % _SLOTS}/{what}", self._number, json.dumps(value).encode())
 
-    def _place(self) -> str:
-        return f"{self._number % _SLOTS}/{len(self._noted)}"
+    def _hear(self, what: int | str) -> Any:
+        """``None`` also when all have failed, each after following what was told: they stand at the same place."""
+        told = self._roll_call.hear(f"{self._number % _SLOTS}/{what}", self._number, self._timeout)
+        return None if told is None else json.loads(told)
 
     def reshard(self) -> None:
         """Let go of units that are still gathered, as after a forward outside of micro-batches."""

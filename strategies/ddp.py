@@ -42,7 +42,7 @@ class DDP(ManyProcesses):
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
-    def wrap(self, policy: nn.Module) -> nn.Module:
+    def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
 
         A first backward is made in it, of zeros, since after the first it lays its buckets anew, and sums over three
@@ -50,7 +50,6 @@ class DDP(ManyProcesses):
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
-        self.check_alike(policy)
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
         options = DistributedDataParallelKwargs(

@@ -163,12 +163,12 @@ class FSDP(ManyProcesses):
         backend = super()._backend(device)
         return f"cpu:gloo,{device.type}:{backend}" if self.cpu_offload else backend
 
-    def wrap(self, policy: nn.Module) -> nn.Module:
+    def _wrap(self, policy: nn.Module) -> nn.Module:
         """The policy itself, whose weights are now this rank's shards of rank 0's.
 
         Raises:
             ConfigError: No units are named or declared, or they cannot be sharded.
-            DistributedError: The policy is sharded already, or differs between ranks.
+            DistributedError: The policy is sharded already.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -187,7 +187,6 @@ class FSDP(ManyProcesses):
         units = find_units(policy, self.units)
         check_parameters(policy, units)
         numbers = {p for p in policy.parameters() if p.dim() == 0}  # frozen ones, which stay whole on every rank
-        self.check_alike(policy)
         with torch.no_grad():
             for tensor in (*policy.parameters(), *policy.buffers()):
                 distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
@@ -211,6 +210,10 @@ class FSDP(ManyProcesses):
             roll_call=self._roll_call,
             timeout=self.timeout,
         )
+        for unit in (*units, policy):
+            # Once, since torch fails in the backward of a window whose first micro-batch leaves out what never ran.
+            unit.unshard()  # type: ignore[operator]
+        self._collectives.reshard()
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)

@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -62,7 +63,7 @@ class ManyProcesses(DistributionStrategy):
             )
         self.timeout = float(timeout)
         self._roll_call: RollCall | None = None
-        self._owns_group = self._owns_state = self._failed = False
+        self._owns_group = self._owns_state = self._failed = self._is_wrapping = False
         self._groups: list[distributed.ProcessGroup] = []
         self._buffers: tuple[nn.Module, dict[str, Mapping[str, Tensor | None]]] | None = None
 
@@ -85,7 +86,7 @@ class ManyProcesses(DistributionStrategy):
                 f"distributed={self.name!r} was requested, but there are no collectives on {device.type}.\n"
                 "Use one process with distributed='none', or device='cpu'."
             )
-        self._device, self._failed = device, False
+        self._device, self._failed, self._is_wrapping = device, False, False
         try:
             self._join(device)
         except BaseException:
@@ -157,6 +158,22 @@ class ManyProcesses(DistributionStrategy):
         self._owns_group = self._owns_state = False
         self._buffers = None
 
+    def wrap(self, policy: nn.Module) -> nn.Module:
+        """As ``_wrap`` says, of policies that are alike on all ranks.
+
+        Raises:
+            ConfigError: It cannot be.
+            DistributedError: It differs between ranks.
+        """
+        self.check_alike(policy)
+        self._is_wrapping = True  # and stays so after an error
+        wrapped = self._wrap(policy)
+        self._is_wrapping = False
+        return wrapped
+
+    @abstractmethod
+    def _wrap(self, policy: nn.Module) -> nn.Module: ...
+
     # Agreeing ------------------------------------------------------------------------------------------------
 
     def reduce_max(self, flags: Tensor) -> None:
@@ -206,6 +223,8 @@ class ManyProcesses(DistributionStrategy):
         """One gather, of the others' errors if they bring some too."""
         if isinstance(error, (RankFailed, *AT_ONCE)):
             return True
+        if not self._groups or self._is_wrapping:  # not joined, or where the others do not come to a gather
+            return False
         try:
             self._answers(_Answer("its end", None, in_words(error)))
         except RuntimeError:  # they have left

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from ..strategies.errors import DistributedError, in_words
+from .metrics import Means
 from .run import Run
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ def _whole_rank(run: Run, torn: Sequence[bool]) -> int | None:
 
 
 def _forget_failures(run: Run) -> None:
-    """Put counters and loss scale where they were before the windows that came to nothing: no sample is left out."""
+    """Put counters and loss scale where they were before the windows that came to nothing: no sample is left out.
+
+    The means of the log, which cannot be told apart any more, begin anew.
+    """
     counters, failures = run.counters, run.updater.failures
     end = counters.batch_in_epoch
     for _ in range(failures):
@@ -87,6 +91,7 @@ def _forget_failures(run: Run) -> None:
     counters.skipped_in_a_row -= failures
     if failures:
         outcome = run.updater.outcome
+        run.means = Means()
         run.precision.take_back(failures, None if outcome is None else outcome.scale)
 
 

@@ -118,14 +118,13 @@ class Run:
         if start == 0:
             self.callbacks.call("on_train_epoch_start", self.trainer, self.policy)
         batches = self.device.stream(self.data.epoch(self.counters.epoch, start))
-        # The first comes before the streams, from which some loaders draw when they start; and before ranks part, so
-        # that one which fails knows how large the others' first window is.
+        # The first comes before ranks part, so that those meet one that cannot read it, which does not know how many
+        # make up the window; and before the streams, from which some loaders draw when they start.
         first = list(islice(batches, 1))
-        self.updater.agreement.next_window = first[0].remaining + 1 if first else 0
-        self._part("the start of an epoch")
         if self.streams is not None:
             restore(self.streams, self.device)
             self.streams = None
+        self._part("the start of an epoch")
         return chain(iter(first), batches)  # its iterator lets the first go once it is used; the list would not
 
     def end_epoch(self) -> None:

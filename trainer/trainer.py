@@ -261,6 +261,8 @@ class Trainer(RunView):
         except BaseException as error:
             lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
             self.distribution.report(error)
+            if lost is None:
+                self.distribution.excuse(error)
             self.distribution.teardown()
             if lost is not None:
                 raise lost from error

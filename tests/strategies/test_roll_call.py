@@ -62,5 +62,6 @@ def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pyte
         "Ranks 1, 2 no longer answer: called for 0.1 s after RuntimeError: Connection reset.\n"
     )
     assert str(ranks[1].lost(RuntimeError("another error"))) == str(first)
+    assert store.check(["left 0", "left 2"])  # so that no rank that failed waits for what they do
     for strategy in ranks:
         strategy.teardown()

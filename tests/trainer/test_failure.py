@@ -111,6 +111,7 @@ def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path,
     assert found == {"step": 1, "skipped": 0, "batch_in_epoch": 3, "micro_batches": 3}  # nothing is left out
     assert saved.manifest["exact"] is False  # random streams went on in the windows that came to nothing
     assert saved.scaler is not None
+    assert saved.callbacks["means"] == {}  # of windows that came to nothing, and are computed again
     # A failure says nothing about the scale, nor that it could grow.
     assert (saved.scaler["scale"], saved.scaler["_growth_tracker"]) == (256.0, 1)
 
@@ -257,6 +258,38 @@ def test_failure_right_after_a_thaw_ends_all_after_the_same_update_saved(tmp_pat
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 6
 
 
+class Flips(Callback):
+    """Thaws or freezes the first layer for the fourth window, a hook which fails on rank 1 before that."""
+
+    def __init__(self, thaws: bool) -> None:
+        self.thaws = thaws
+
+    def on_fit_start(self, trainer: Trainer, policy: Any) -> None:
+        policy.first.requires_grad_(not self.thaws)
+
+    def on_train_batch_start(self, trainer: Trainer, policy: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.micro_batches == 3:
+            if trainer.distribution.rank == 1:
+                raise RuntimeError("only on this rank")
+            policy.first.requires_grad_(self.thaws)
+
+
+def flipped(folder: str, thaws: bool) -> str:
+    try:
+        train(f"{folder}/run", "fsdp", steps=30, extra=[Flips(thaws)])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+def test_failure_of_what_thaws_or_freezes_ends_all_in_order(tmp_path: Path, thaws: bool) -> None:
+    others, own = run(flipped, str(tmp_path), thaws, limit_s=40.0)
+    assert own == "only on this rank"
+    assert "Rank 1 failed, so all ended after update 5: RuntimeError: only on this rank" in others
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
+
+
 def by_turns(folder: str, draw: int) -> str:
     try:
         fails = [Fails(1, "on_before_backward", draw), Checkpoint(every_steps=50)]
@@ -275,6 +308,18 @@ def test_units_that_run_in_some_windows_only_are_told(tmp_path: Path, draw: int)
     assert f"Rank 1 failed, so all ended after update {draw + 2}: RuntimeError: only on this rank" in others
     saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
     assert saved.manifest["counters"]["step"] == draw
+
+
+def left_out_first(folder: str) -> int:
+    trainer = Trainer("cpu", max_steps=3, batch_size=2, accumulate=2, run_dir=folder, distributed="fsdp")
+    policy = Skips()
+    policy.calls = 1  # begins with a forward without its second block
+    trainer.fit(policy, Samples())
+    return trainer.step
+
+
+def test_sharded_unit_that_the_first_micro_batch_leaves_out_is_trained(tmp_path: Path) -> None:
+    assert run(left_out_first, str(tmp_path / "run"), limit_s=40.0) == [3, 3]
 
 
 def unready(folder: str, method: str) -> str:
@@ -787,6 +832,39 @@ def test_shards_that_do_not_fit_together_make_no_checkpoint(tmp_path: Path) -> N
     assert all("000003 is not written, since what the ranks hold does not fit together: " in text for text in texts)
     assert all("the last rows of state/0/exp_avg are missing" in text for text in texts)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def in_a_group_of_the_callers(folder: str, distributed: str) -> list[str]:
+    """One fit after another: rank 1 fails before the first batch, in the first window twice, and not at all."""
+    torch.distributed.init_process_group("gloo")
+    said = []
+    for number, where in enumerate(("", "on_after_backward", "on_after_backward", "")):
+        optimizer = broken_on_rank_1 if number == 0 else AdamW
+        callbacks = [Fails(1, where, 0)] if where else []
+        strategy: Any = (FSDP if distributed == "fsdp" else DDP)(timeout=30.0)
+        trainer = Trainer(
+            "cpu", max_steps=3, batch_size=4, run_dir=f"{folder}/{number}", distributed=strategy, callbacks=callbacks
+        )
+        try:
+            trainer.fit(Policy(), Samples(), optimizer=optimizer)
+            said.append(f"step {trainer.step}")
+        except Exception as error:
+            said.append(str(error).splitlines()[0])
+    return said
+
+
+def broken_on_rank_1(parameters: Any) -> Any:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("only on this rank")
+    return AdamW(parameters)
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_failed_runs_leave_nothing_behind_in_a_process_group_that_goes_on(tmp_path: Path, distributed: str) -> None:
+    others, own = run(in_a_group_of_the_callers, str(tmp_path), distributed, limit_s=60.0)
+    assert own == ["only on this rank"] * 3 + ["step 3"]
+    ended = "Rank 1 failed, so all ended after update 2: RuntimeError: only on this rank"
+    assert others == ["Rank 1 failed: RuntimeError: only on this rank", ended, ended, "step 3"]
 
 
 def validated_alone() -> str:
