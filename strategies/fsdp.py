@@ -210,10 +210,12 @@ class FSDP(ManyProcesses):
             roll_call=self._roll_call,
             timeout=self.timeout,
         )
-        for unit in (*units, policy):
-            # Once, since torch fails in the backward of a window whose first micro-batch leaves out what never ran.
+        for unit in (
+            *units,
+            policy,
+        ):  # since torch fails in the backward of a window that begins without one never used
             unit.unshard()  # type: ignore[operator]
-        self._collectives.reshard()
+            unit.reshard()  # type: ignore[operator]
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
