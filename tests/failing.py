@@ -59,19 +59,20 @@ class Tears(SGD):
     """Fails on a rank in its fourth step, with one weight multiplied; on rank 0 by what is no Exception.
 
     Args:
-        rank: ``None`` for all.
+        rank: ``None`` for all, -1 for all with the same words.
     """
 
     def __init__(self, parameters: Any, rank: int | None, factor: float) -> None:
         super().__init__(parameters, lr=1e-2, momentum=0.9)
-        self.left, self.factor = 3 if rank is None or str(rank) == os.environ["RANK"] else -1, factor
+        fails = rank in (None, -1) or str(rank) == os.environ["RANK"]
+        self.left, self.factor = 3 if fails else -1, factor
+        self.kind = BaseException if os.environ["RANK"] == "0" and rank != -1 else RuntimeError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.left == 0:
             next(p for group in self.param_groups for p in group["params"] if p.numel()).mul_(self.factor)
-            kind = BaseException if os.environ["RANK"] == "0" else RuntimeError
-            raise kind("in the middle of a step")
+            raise self.kind("in the middle of a step")
         self.left -= 1
         super().step()
 

@@ -590,6 +590,12 @@ def test_update_that_is_whole_on_no_rank_is_kept_as_an_exception_without_being_a
             assert not torch.equal(kept.model[name].chunk(2)[rank], weight.chunk(2)[rank])
 
 
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_error_that_all_optimizers_raise_is_the_runs_and_keeps_nothing(tmp_path: Path, distributed: str) -> None:
+    assert run(torn, str(tmp_path), distributed, -1, 3, 2.0, limit_s=40.0) == ["in the middle of a step"] * 2
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["000003", "last"]
+
+
 def torn_at_once(folder: str) -> str:
     """Rank 1's optimizer fails in the first update that moves what thaws with the second epoch."""
 
