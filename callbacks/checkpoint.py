@@ -202,7 +202,12 @@ class Checkpoint(Callback):
             except Exception as failure:  # told; what the error left is still to be kept
                 trainer.event("warning", source="Checkpoint", message=f"the save before failed too: {failure}")
             path = trainer.run_dir / "checkpoints" / f"{trainer.step:06d}-exception"
-            trainer.save_checkpoint(path, exact=False)
+            try:
+                trainer.save_checkpoint(path, exact=False)
+            except BaseException as failure:
+                if not trainer.distribution.is_lost(failure):  # else the others wait in it
+                    trainer.distribution.excuse(failure)
+                raise
             message = f"what the error left is kept in {path}, which is not exact: a resume takes it only by this path"
             trainer.event("warning", source="Checkpoint", message=message)
 

@@ -83,8 +83,9 @@ class Collectives:
         self._parameters = list(units[-1].parameters())
         self._trained: list[bool] = []
         self._last: dict[_Kind, list[_Gather | _Reduction]] = {}  # what the last micro-batch of each kind made
-        self._sure: set[_Kind] = set()  # kinds that came twice alike
-        self._varies = False
+        self._came_twice: set[_Kind] = set()
+        self._varies = False  # whether two of a kind have differed
+        self._is_gathered = False  # whether some unit may be, by a forward outside of micro-batches
         # Of the micro-batch under way:
         self._number, self._kind, self._tells = 0, _Kind(closes=True, is_first=True), True
         self._noted: list[_Gather | _Reduction] = []
@@ -104,28 +105,34 @@ class Collectives:
         self._end()
 
     def _begin(self, closes: bool) -> None:
+        if self._number == 0:
+            self._wake()
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
-            self._trained, self._last, self._sure = trained, {}, set()
-        self.reshard()
+            self._trained, self._last, self._came_twice = trained, {}, set()
+        if self._is_gathered:
+            self.reshard()
+            self._is_gathered = False
         self._number += 1
         self._kind = _Kind(closes, is_first=self._kind.closes)
-        self._tells = self._varies or self._kind not in self._sure
+        self._tells = self._varies or self._kind not in self._came_twice
         self._noted, self._under_way = [], True
 
     def _end(self) -> None:
         self._under_way = False
         if self._kind in self._last:
             self._varies = self._varies or self._last[self._kind] != self._noted
-            self._sure.add(self._kind)
+            self._came_twice.add(self._kind)
         self._last[self._kind] = self._noted
 
     def note(self, one: _Gather | _Reduction) -> None:
-        """What is about to be done; ignored outside a micro-batch."""
-        if self._under_way:
-            if self._tells:
-                self._tell(len(self._noted), one)
-            self._noted.append(one)
+        """What is about to be done; left out where it is not in a micro-batch."""
+        if not self._under_way:
+            self._is_gathered = True
+            return
+        if self._tells:
+            self._tell(len(self._noted), one)
+        self._noted.append(one)
 
     def repeat(self, *, closes: bool) -> None:
         """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off.
@@ -180,12 +187,21 @@ class Collectives:
 
     def _reshard_all(self) -> None:
         """Have no unit gathered, nor about to be, wherever the error found it."""
+        for unit in self._units:
+            # Else ``reshard`` does nothing within a forward; it stays so, since no forward comes any more.
+            unit.set_reshard_after_forward(True, recurse=False)
+        self._wake()  # which ends a gather that was begun
+
+    def _wake(self) -> None:
+        """Gather every unit without the others and let it go.
+
+        Once before all else, since torch fails in a backward that comes to a unit never gathered; and not in ``wrap``,
+        since it takes the types of weights from then, which a precision may convert after that.
+        """
         self.is_mute = True
         try:
             for unit in self._units:
-                # Else ``reshard`` does nothing within a forward; it stays so, since no forward comes any more.
-                unit.set_reshard_after_forward(True, recurse=False)
-                unit.unshard()  # ends a gather that was begun
+                unit.unshard()
                 unit.reshard()
         finally:
             self.is_mute = False

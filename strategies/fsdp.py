@@ -137,6 +137,9 @@ class FSDP(ManyProcesses):
                 "Leave cpu_offload out."
             )
         super().setup(device)
+
+    def _join(self, device: torch.device) -> None:
+        super()._join(device)
         if self.saves_shards:
             self._aside = self._own_group([list(range(self.world_size))], "gloo")
         from torch.distributed.device_mesh import DeviceMesh
@@ -210,12 +213,6 @@ class FSDP(ManyProcesses):
             roll_call=self._roll_call,
             timeout=self.timeout,
         )
-        for unit in (
-            *units,
-            policy,
-        ):  # since torch fails in the backward of a window that begins without one never used
-            unit.unshard()  # type: ignore[operator]
-            unit.reshard()  # type: ignore[operator]
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)

@@ -159,10 +159,10 @@ class ManyProcesses(DistributionStrategy):
         self._buffers = None
 
     def wrap(self, policy: nn.Module) -> nn.Module:
-        """As ``_wrap`` says, of policies that are alike on all ranks.
+        """The policy wrapped by ``_wrap``, once all ranks have found that it is alike on them.
 
         Raises:
-            ConfigError: It cannot be.
+            ConfigError: It cannot be wrapped.
             DistributedError: It differs between ranks.
         """
         self.check_alike(policy)
@@ -172,7 +172,8 @@ class ManyProcesses(DistributionStrategy):
         return wrapped
 
     @abstractmethod
-    def _wrap(self, policy: nn.Module) -> nn.Module: ...
+    def _wrap(self, policy: nn.Module) -> nn.Module:
+        """What ``wrap`` gives. Ranks broadcast in it and do not gather, so that one which fails has no ``excuse``."""
 
     # Agreeing ------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def _common_states(ranks: DistributionStrategy, optimizers: list[dict[str, Any]]
     """Without states that a rank has not come to make, in the update that an error broke off."""
     made = ranks.gather([set(optimizer["state"]) for optimizer in optimizers], "save_checkpoint() of a broken update")
     return [
-        {**optimizer, "state": {key: optimizer["state"][key] for key in sorted(set.intersection(*keys))}}
+        {**optimizer, "state": {k: v for k, v in optimizer["state"].items() if all(k in others for others in keys)}}
         for optimizer, *keys in zip(optimizers, *made, strict=True)
     ]
 

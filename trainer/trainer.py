@@ -259,11 +259,13 @@ class Trainer(RunView):
         try:
             yield
         except BaseException as error:
-            lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
-            self.distribution.report(error)
-            if lost is None:
-                self.distribution.excuse(error)
-            self.distribution.teardown()
+            try:
+                lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
+                self.distribution.report(error)
+                if lost is None:
+                    self.distribution.excuse(error)
+            finally:
+                self.distribution.teardown()
             if lost is not None:
                 raise lost from error
             raise
@@ -397,6 +399,7 @@ class Trainer(RunView):
         self._plan = self._new_plan()
         with self._joined():
             dry_run(self, policy, optimizer, schedule, self._settings, self._choices)
+            self.distribution.gather(None, "the end of a dry run")  # to which a rank that failed comes too
         self.distribution.teardown()
         return self._plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -460,3 +461,23 @@ def keep_weights_gathered(reshard: bool) -> list[bool]:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_units_are_freed_after_forward_as_asked_also_after_whole_weights(reshard: bool) -> None:
     assert run(keep_weights_gathered, reshard) == [[not reshard, True, not reshard]] * 2
+
+
+def converted(folder: str, plugin: str) -> tuple[int, torch.dtype]:
+    from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision
+    from ranks import Policy, Samples
+
+    from policyfit import Trainer
+
+    precision: Any = DoublePrecision() if plugin == "64-true" else HalfPrecision("bf16-true")
+    policy = Policy()
+    trainer = Trainer("cpu", precision, max_steps=3, batch_size=4, run_dir=folder, distributed="fsdp")
+    trainer.fit(policy, Samples())
+    return trainer.step, policy.first.weight.dtype
+
+
+@pytest.mark.parametrize(("plugin", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
+def test_weights_that_a_precision_converts_are_trained_in_shards(
+    tmp_path: Path, plugin: str, dtype: torch.dtype
+) -> None:
+    assert run(converted, str(tmp_path / "run"), plugin, limit_s=60.0) == [(3, dtype)] * 2

@@ -162,6 +162,30 @@ def test_error_that_all_optimizers_raise_is_the_runs_and_keeps_nothing(tmp_path:
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["000003", "last"]
 
 
+def torn_for_good(folder: str) -> str:
+    """On rank 1 the optimizer fails in its step, and then cannot say its state."""
+
+    class Broken(Tears):
+        def state_dict(self) -> Any:
+            if self.left == 0:
+                raise RuntimeError("its state is lost")
+            return super().state_dict()
+
+    trainer = Trainer("cpu", max_steps=8, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed="fsdp")
+    try:
+        trainer.fit(Policy(), Samples(), optimizer=lambda p: Broken(p, 1, 2.0))
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+def test_broken_update_that_cannot_be_kept_ends_all_with_the_reason(tmp_path: Path) -> None:
+    others, own = run(torn_for_good, str(tmp_path), limit_s=40.0)
+    assert own.splitlines()[0] == "in the middle of a step"
+    assert "RuntimeError: its state is lost" in own
+    assert "RankFailed: Rank 1 failed: RuntimeError: its state is lost" in others
+
+
 def torn_at_once(folder: str) -> str:
     """Rank 1's optimizer fails in the first update that moves what thaws with the second epoch."""
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics
 from processes import outcomes_of, run
 from ranks import Policy, Samples, job, same, train, weights
-from torch.optim import AdamW
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
 from policyfit.strategies.ddp import DDP
@@ -413,65 +410,3 @@ def test_rank_that_cannot_read_what_was_used_of_an_epoch_ends_all_in_order(tmp_p
     assert "the disk of this rank is gone" in second
     assert "Rank 1 failed" in first
     assert "the disk of this rank is gone" in first
-
-
-def in_a_group_of_the_callers(folder: str, distributed: str) -> list[str]:
-    """One fit after another: rank 1 fails before the first batch, in the first window twice, and not at all."""
-    torch.distributed.init_process_group("gloo")
-    said = []
-    for number, where in enumerate(("", "on_after_backward", "on_after_backward", "")):
-        optimizer = broken_on_rank_1 if number == 0 else AdamW
-        callbacks = [Fails(1, where, 0)] if where else []
-        strategy: Any = (FSDP if distributed == "fsdp" else DDP)(timeout=30.0)
-        trainer = Trainer(
-            "cpu", max_steps=3, batch_size=4, run_dir=f"{folder}/{number}", distributed=strategy, callbacks=callbacks
-        )
-        try:
-            trainer.fit(Policy(), Samples(), optimizer=optimizer)
-            said.append(f"step {trainer.step}")
-        except Exception as error:
-            said.append(str(error).splitlines()[0])
-    return said
-
-
-def broken_on_rank_1(parameters: Any) -> Any:
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("only on this rank")
-    return AdamW(parameters)
-
-
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_failed_runs_leave_nothing_behind_in_a_process_group_that_goes_on(tmp_path: Path, distributed: str) -> None:
-    others, own = run(in_a_group_of_the_callers, str(tmp_path), distributed, limit_s=60.0)
-    assert own == ["only on this rank"] * 3 + ["step 3"]
-    ended = "Rank 1 failed, so all ended after update 2: RuntimeError: only on this rank"
-    assert others == ["Rank 1 failed: RuntimeError: only on this rank", ended, ended, "step 3"]
-
-
-def validated_alone() -> str:
-    trainer = Trainer("cpu", distributed="ddp", callbacks=[Fails(1, "on_validation_end", 0)])
-    try:
-        trainer.validate(Policy(), Samples())
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-def test_rank_that_fails_at_the_end_of_a_validation_without_a_run_is_heard_by_the_others() -> None:
-    others, own = run(validated_alone, limit_s=40.0)
-    assert own == "only on this rank"
-    assert "Rank 1 failed: RuntimeError: only on this rank" in others
-
-
-def refused_without_a_run() -> bool:
-    class Unmoving(Policy):
-        def to(self, *_: Any, **__: Any) -> Any:
-            raise MemoryError("no room on the device")
-
-    with pytest.raises(MemoryError, match="no room"):
-        Trainer("cpu", distributed="ddp").validate(Unmoving(), [])
-    return torch.distributed.is_initialized()
-
-
-def test_ranks_part_when_a_validation_without_a_run_cannot_begin() -> None:
-    assert run(refused_without_a_run) == [False, False]
