@@ -2,15 +2,13 @@
 
 FSDP2 decides in its hooks when a unit is gathered and when its gradients are reduced, and tells nobody. But it lets
 the two calls be replaced (``set_custom_all_gather``, ``set_custom_reduce_scatter``): those here do what its own do, and
-note it. A micro-batch is taken to be like the last one of its kind. Until two of a kind have come alike, since the run
-began or something froze or thawed, and once two have differed, each rank tells beforehand, in the store, what it does.
+note it beforehand, where a thread tells it to a rank that has failed and asks (``roll_call.py``).
 
 Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_reduce`` of torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,9 +18,7 @@ from torch import Tensor, distributed
 
 from .roll_call import RollCall
 
-# Names in the store are used again after so many micro-batches. Ahead of a rank that failed another gets only as far as
-# its device's queue reaches, which is less; what was overwritten would be missed, not mistaken.
-_SLOTS = 256
+_NO_MORE = ()  # the end of a micro-batch
 
 
 class _Gather(NamedTuple):
@@ -44,26 +40,16 @@ class _Reduction(NamedTuple):
         return cls(numel, str(dtype).removeprefix("torch."), getattr(op, "name", "SUM"))  # a scaled sum has no name
 
 
-class _Kind(NamedTuple):
-    """Where a micro-batch stands in its window, which decides what it does.
-
-    The last reduces gradients, and then also what others before it left in units that run twice.
-    """
-
-    closes: bool
-    is_first: bool
-
-
 class Collectives:
-    """Notes the all-gathers and reduce-scatters of a policy's units, and repeats them.
+    """Notes the all-gathers and reduce-scatters of a policy's units, and makes those of the others.
 
     Args:
         units: The modules that ``fully_shard`` has made its own, the policy itself as the last.
         device: The policy's, on which gradients of zero are made.
         shards: The group of ranks that hold the shards of one copy.
         replicas: The group of ranks that hold the same shards; ``None`` where there are no others.
-        roll_call: Where ranks tell what they do.
-        timeout: Seconds to wait for what they tell.
+        roll_call: Where ranks are asked what they do.
+        timeout: Seconds to wait for an answer.
     """
 
     def __init__(
@@ -80,97 +66,63 @@ class Collectives:
         self._roll_call, self._timeout = roll_call, timeout
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._parameters = list(units[-1].parameters())
-        self._trained: list[bool] = []
-        self._last: dict[_Kind, list[_Gather | _Reduction]] = {}  # what the last micro-batch of each kind made
-        self._came_twice: set[_Kind] = set()
-        self._varies = False  # whether two of a kind have differed
         self._is_gathered = False  # whether some unit may be, by a forward outside of micro-batches
-        # Of the micro-batch under way:
-        self._number, self._kind, self._tells = 0, _Kind(closes=True, is_first=True), True
-        self._noted: list[_Gather | _Reduction] = []
+        self._number = self._made = 0  # micro-batches so far, and collectives in the one under way
         self._under_way = False  # also after an error, until the rest is made
         for number, unit in enumerate(units):
             unit.set_custom_all_gather(_AllGather(self, _Gather(number)))
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
     @contextmanager
-    def micro_batch(self, *, closes: bool) -> Iterator[None]:
+    def micro_batch(self) -> Iterator[None]:
         """Note the collectives of a forward and its backward."""
-        self._begin(closes)
-        self._tell("whether more is told", self._tells)
+        self._begin()
         yield
-        if self._tells:
-            self._tell(len(self._noted), None)
-        self._end()
+        self._under_way = False
+        self._roll_call.note(self._place, _NO_MORE)
 
-    def _begin(self, closes: bool) -> None:
+    def _begin(self) -> None:
         if self._number == 0:
             self._wake()
-        trained = [parameter.requires_grad for parameter in self._parameters]
-        if trained != self._trained:
-            self._trained, self._last, self._came_twice = trained, {}, set()
         if self._is_gathered:
             self.reshard()
             self._is_gathered = False
         self._number += 1
-        self._kind = _Kind(closes, is_first=self._kind.closes)
-        self._tells = self._varies or self._kind not in self._came_twice
-        self._noted, self._under_way = [], True
+        self._made, self._under_way = 0, True
 
-    def _end(self) -> None:
-        self._under_way = False
-        if self._kind in self._last:
-            self._varies = self._varies or self._last[self._kind] != self._noted
-            self._came_twice.add(self._kind)
-        self._last[self._kind] = self._noted
+    @property
+    def _place(self) -> str:
+        return f"{self._number}/{self._made}"
 
     def note(self, one: _Gather | _Reduction) -> None:
         """What is about to be done; left out where it is not in a micro-batch."""
         if not self._under_way:
             self._is_gathered = True
             return
-        if self._tells:
-            self._tell(len(self._noted), one)
-        self._noted.append(one)
+        self._roll_call.note(self._place, one)
+        self._made += 1
 
-    def repeat(self, *, closes: bool) -> None:
+    def repeat(self) -> None:
         """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off.
 
+        Where all ranks have failed, each has made what any of them had begun: they stand at the same place.
+
         Raises:
-            DistError: They are not known, and nobody tells them in time.
+            DistError: Nobody tells in time what they are.
         """
         if self._under_way:
             self._reshard_all()
         else:
-            self._begin(closes)
-            # What has frozen or thawed on the others may not have on this rank, if that is where it failed.
-            self._tells = self._hear("whether more is told") is not False
+            self._begin()
         self._under_way = False
-        while (one := self._next()) is not None:
-            self._noted.append(one)
-            if isinstance(one, _Gather):
-                self._units[one.unit].unshard()
-                self._units[one.unit].reshard()
+        while one := self._roll_call.ask(self._place, self._timeout):
+            self._made += 1
+            if len(one) == len(_Gather._fields):
+                unit = self._units[_Gather(*one).unit]
+                unit.unshard()
+                unit.reshard()
             else:
-                self._reduce_nothing(one)
-        self._end()
-
-    def _next(self) -> _Gather | _Reduction | None:
-        if not self._tells:
-            return next(iter(self._last[self._kind][len(self._noted) :]), None)
-        one = self._hear(len(self._noted))
-        if one is None:
-            return None
-        return _Gather(*one) if len(one) == 1 else _Reduction(*one)
-
-    def _tell(self, what: int | str, value: Any) -> None:
-        self._roll_call.tell(f"{self._number % _SLOTS}/{what}", self._number, json.dumps(value).encode())
-
-    def _hear(self, what: int | str) -> Any:
-        """``None`` also when all have failed, each after following what was told: they stand at the same place."""
-        told = self._roll_call.hear(f"{self._number % _SLOTS}/{what}", self._number, self._timeout)
-        return None if told is None else json.loads(told)
+                self._reduce_nothing(_Reduction(*one))
 
     def reshard(self) -> None:
         """Let go of units that are still gathered, as after a forward outside of micro-batches."""

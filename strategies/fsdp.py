@@ -225,7 +225,7 @@ class FSDP(ManyProcesses):
     @contextmanager
     def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
         """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
-        with self._collectives.micro_batch(closes=closes), nullcontext() if closes else _without_reduction(module):
+        with self._collectives.micro_batch(), nullcontext() if closes else _without_reduction(module):
             yield
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
@@ -243,7 +243,7 @@ class FSDP(ManyProcesses):
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
-        self._collectives.repeat(closes=closes)
+        self._collectives.repeat()
 
     def release(self) -> None:
         """The policy's parameters are shards again."""

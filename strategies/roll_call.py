@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from typing import NamedTuple
+from collections import deque
+from typing import Any, NamedTuple
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-_CALL, _PRESENT, _HERE, _LAST_WORDS, _TOLD, _LEFT = "roll call", "present", "here", "last words", "told", "left"
-_LISTEN_S = 0.5  # how often a rank looks whether another calls
+_CALL, _PRESENT, _HERE, _LAST_WORDS = "roll call", "present", "here", "last words"
+_ASKED, _TOLD, _LEFT = "asked", "told", "left"
+_LISTEN_S = 0.25  # how often a rank looks whether another calls or asks
+_TELL_S = 0.002  # how often it tells what is new, once one has asked
+_KEPT = 10_000  # notes; some windows of a large policy, by which a device's host may be ahead
 
 
 class Answers(NamedTuple):
@@ -22,14 +27,16 @@ class Answers(NamedTuple):
 
 
 class RollCall:
-    """One rank's side of it; a thread answers a call whatever the main thread is at.
+    """One rank's side of it; a thread answers whatever the main thread is at, also while that waits for others.
 
     Every method raises torch's RuntimeError when the store is gone.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._over = threading.Event()
+        self._notes: deque[tuple[str, Any]] = deque(maxlen=_KEPT)
+        self._is_leaving = self._is_over = False
+        self._stirred = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="policyfit roll call", daemon=True)
         self._thread.start()
 
@@ -55,49 +62,64 @@ class RollCall:
         """Leave words for the others, unless somebody was first: the first to say what it was is right."""
         self._store.compare_set(_LAST_WORDS, "", words)
 
-    def tell(self, key: str, number: int, what: bytes) -> None:
-        """Leave something for ranks that have failed; does not wait. All ranks that tell it tell the same.
+    def note(self, place: str, what: Any) -> None:
+        """Keep what this rank is about to do, plain values, for ranks that fail and ask; costs next to nothing.
 
         Args:
-            number: What tells it from what was told by this key before.
+            place: Its name, by which it is asked for. All ranks note the same of it.
         """
-        self._store.set(f"{_TOLD} {key}", number.to_bytes(8) + what)  # type: ignore[arg-type]  # bytes are taken
+        self._notes.append((place, what))
 
-    def hear(self, key: str, number: int, patience_s: float) -> bytes | None:
-        """What another rank tells, waited for as long as one is left that could; ``None`` once all have left.
+    def ask(self, place: str, patience_s: float) -> Any:
+        """What another rank has noted of a place, waited for as long as one is left; ``None`` once all have left.
 
         Raises:
             DistError: It takes too long.
         """
-        name, deadline = f"{_TOLD} {key}", time.monotonic() + patience_s
+        name, deadline = f"{_TOLD} {place}", time.monotonic() + patience_s
         all_left = [f"{_LEFT} {rank}" for rank in range(self._world_size)]
+        self._store.set(_ASKED, "")
         while True:
-            nobody_is_left = self._store.check(all_left)  # asked first, since a rank tells before it leaves
+            nobody_is_left = self._store.check(all_left)  # looked at first, since a rank tells all before it leaves
             if self._store.check([name]):
-                told = self._store.get(name)
-                if int.from_bytes(told[:8]) == number:
-                    return told[8:]
+                return json.loads(self._store.get(name))
             if nobody_is_left:
                 return None
             if time.monotonic() > deadline:
                 raise DistError(f"no rank told within {patience_s:g} s what it does")
-            time.sleep(0.002)
+            time.sleep(_TELL_S)
 
     def leave(self) -> None:
-        """From now on this rank tells nothing."""
-        self._store.set(f"{_LEFT} {self._rank}", "")
+        """This rank has failed: what it has noted so far is told, and from now on nothing."""
+        self._is_leaving = True
+        self._stirred.set()
 
     def end(self) -> None:
         """Answer no more."""
-        self._over.set()
+        self._is_over = True
+        self._stirred.set()
         # A thread that is in the store when the interpreter ends takes the process down with it (std::terminate).
-        self._thread.join(_LISTEN_S)
+        self._thread.join(2 * _LISTEN_S)
 
     def _listen(self) -> None:
-        while not self._over.wait(_LISTEN_S):
-            try:
-                if self._store.check([_CALL]):
+        asked = answered = False
+        try:
+            while not self._is_over:
+                if not answered and self._store.check([_CALL]):
                     self._store.set(f"{_PRESENT} {self._rank}", "")
-                    return
-            except RuntimeError:  # the store is gone: nobody can call
-                return
+                    answered = True
+                asked = asked or self._is_leaving or self._store.check([_ASKED])
+                if asked:
+                    self._tell()
+                self._stirred.wait(_TELL_S if asked else _LISTEN_S)
+                self._stirred.clear()
+        except RuntimeError:  # the store is gone: nobody can call
+            return
+
+    def _tell(self) -> None:
+        is_leaving = self._is_leaving  # looked at before the notes, which are all told before it
+        while self._notes:
+            place, what = self._notes.popleft()
+            self._store.set(f"{_TOLD} {place}", json.dumps(what))
+        if is_leaving:
+            self._store.set(f"{_LEFT} {self._rank}", "")

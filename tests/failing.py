@@ -98,17 +98,17 @@ class Twice(nn.Module):
 
 
 class Skips(Policy):
-    """Its second block has no part in every other forward."""
+    """Its second block has no part in every other forward, from some forward on."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: int = 0) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.begins = 0, begins
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         self.calls += 1
         blocks = list(self.blocks)
         x = self.first(batch["x"])
-        for block in blocks[: 1 + self.calls % 2]:
+        for block in blocks[: 1 if self.calls > self.begins and self.calls % 2 == 0 else 2]:
             x = block(x)
         return (self.last(x) - batch["y"]).square().mean(), {}
 

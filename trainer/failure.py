@@ -10,8 +10,8 @@ A rank that has failed cannot just leave, since the others would wait for it. It
 In the step of an optimizer or a schedule, the others have an update that it lacks: under DDP theirs is saved, and of
 shards what is left is kept as not exact (ending.py).
 
-A sharded rank repeats what ranks said to each other in the last window like this one, or hears it from them where none
-is known (strategies/collectives.py). Where it can do neither, they lose it (decision 12).
+A sharded rank asks the others which collectives they make (strategies/collectives.py). What a forward says to other
+ranks by itself nobody knows, so there they lose it (decision 12).
 """
 
 from __future__ import annotations

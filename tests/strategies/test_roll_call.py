@@ -37,19 +37,20 @@ def test_first_words_stay_and_are_the_answer() -> None:
     other.end()
 
 
-def test_what_was_told_before_is_not_heard_again_and_nothing_is_once_all_have_left() -> None:
+def test_what_a_rank_has_noted_is_told_to_one_that_asks_and_nothing_once_all_have_left() -> None:
     store = HashStore()
-    teller, listener = RollCall(store, 0, 2), RollCall(store, 1, 2)
-    teller.tell("3/0", 3, b"now")
-    assert listener.hear("3/0", 3, 1000.0) == b"now"
-    with pytest.raises(DistError, match=r"no rank told within 0\.1 s"):  # the same name, many micro-batches later
-        listener.hear("3/0", 259, 0.1)
-    teller.leave()
-    listener.leave()
-    assert listener.hear("3/0", 3, 1000.0) == b"now"  # what a rank told before it left counts
-    assert listener.hear("3/1", 3, 1000.0) is None
-    teller.end()
-    listener.end()
+    rank, failed = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    rank.note("3/0", [7, "float32"])
+    assert failed.ask("3/0", 1000.0) == [7, "float32"]
+    with pytest.raises(DistError, match=r"no rank told within 0\.1 s"):
+        failed.ask("3/1", 0.1)
+    failed.leave()
+    rank.note("3/1", ())
+    rank.leave()
+    assert failed.ask("3/1", 1000.0) == []  # noted before it left
+    assert failed.ask("4/0", 1000.0) is None
+    rank.end()
+    failed.end()
 
 
 def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +63,8 @@ def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pyte
         "Ranks 1, 2 no longer answer: called for 0.1 s after RuntimeError: Connection reset.\n"
     )
     assert str(ranks[1].lost(RuntimeError("another error"))) == str(first)
-    assert store.check(["left 0", "left 2"])  # so that no rank that failed waits for what they do
+    assert ranks[0]._roll_call is not None
+    store.set("left 1", "")
+    assert ranks[0]._roll_call.ask("1/0", 1000.0) is None  # both have left, so nobody waits for what they do
     for strategy in ranks:
         strategy.teardown()
