@@ -98,7 +98,7 @@ class Progress(Callback):
             self._redraw(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, exception: BaseException) -> None:
-        """Remember why, for the last line."""
+        """Remember it for the last line."""
         self._exception = exception
 
     def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
@@ -118,9 +118,8 @@ class Progress(Callback):
 
     def _last_line(self, trainer: Trainer, seconds: float) -> str:
         line = f"{trainer.status} at step {self._step}, {self._skipped} skipped, after {_duration(seconds)}"
-        if self._exception is not None:
-            reason = str(self._exception).partition("\n")[0]
-            return f"{line}: {type(self._exception).__name__}" + (f": {reason}" if reason else "")
+        if self._exception is not None:  # whose words come with its traceback, or on the command line in a panel
+            return f"{line}: {type(self._exception).__name__}"
         return f"{line}: {trainer.stop_reason}" if trainer.stop_reason else line
 
     def _start_bar(self, trainer: Trainer, console: Console) -> None:

@@ -66,7 +66,6 @@ class Collectives:
         self._roll_call, self._timeout = roll_call, timeout
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._is_gathered = False  # whether some unit may be, by a forward outside of micro-batches
         self._number = self._made = 0  # micro-batches so far, and collectives in the one under way
         self._under_way = False  # also after an error, until the rest is made
         for number, unit in enumerate(units):
@@ -84,9 +83,6 @@ class Collectives:
     def _begin(self) -> None:
         if self._number == 0:
             self._wake()
-        if self._is_gathered:
-            self.reshard()
-            self._is_gathered = False
         self._number += 1
         self._made, self._under_way = 0, True
 
@@ -96,11 +92,9 @@ class Collectives:
 
     def note(self, one: _Gather | _Reduction) -> None:
         """What is about to be done; left out where it is not in a micro-batch."""
-        if not self._under_way:
-            self._is_gathered = True
-            return
-        self._roll_call.note(self._place, one)
-        self._made += 1
+        if self._under_way:
+            self._roll_call.note(self._place, one)
+            self._made += 1
 
     def repeat(self) -> None:
         """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off.

@@ -27,12 +27,16 @@ class RankFailed(DistributedError):
     Args:
         rank: Whose error it is.
         words: The error's kind and message.
+        so: What came of it.
+        remedy: What to do.
     """
 
-    exit_code = 1
+    exit_code = 1  # the run failed; its settings are good
 
-    def __init__(self, rank: int, words: str) -> None:
-        super().__init__(f"Rank {rank} failed: {words}\nMend that, and start the run again on all ranks.")
+    def __init__(
+        self, rank: int, words: str, *, so: str = "", remedy: str = "Mend that, and start the run again on all ranks."
+    ) -> None:
+        super().__init__(f"Rank {rank} failed{so}: {words}\n{remedy}")
         self.rank = rank
 
 
@@ -133,7 +137,8 @@ class DistributionStrategy(ABC):
     def excuse(self, error: BaseException) -> bool:
         """Come to the others' next ``gather`` or ``broadcast`` with nothing but this rank's error; whether they came.
 
-        An error that came from another rank, or that ends the process at once, is no excuse: nothing is done.
+        An error that came from another rank, or that ends the process at once, is no excuse: nothing is done. The
+        error's attribute ``is_told`` says whether it is the one that is raised on the others.
         """
         return True
 

@@ -62,9 +62,6 @@ class LossScaleCollapse(TrainingDiverged):
     """The loss scale of float16 fell to its floor: gradients overflow whatever it is."""
 
 
-#: What ends a process at once, and is no failure that other processes wait to hear of.
-AT_ONCE = (KeyboardInterrupt, SystemExit)
-
 _LONGEST = 10_000  # characters; more than the others of a run need, and less than what carries them can take
 
 

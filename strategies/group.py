@@ -26,9 +26,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from .distributed import DistributionStrategy, RankFailed
-from .errors import AT_ONCE, ConfigError, DistributedError, in_words
+from .errors import ConfigError, DistributedError, in_words
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
+from .lost import first_line, is_lost, named, reason
 from .roll_call import RollCall
 from .tree import map_tensors
 
@@ -44,7 +45,6 @@ class _Answer(NamedTuple):
 
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-_PATIENCE_S = 5.0  # how long a rank that is called may take to answer
 _runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
 
 
@@ -116,7 +116,7 @@ class ManyProcesses(DistributionStrategy):
                 state = PartialState(cpu=device.type == "cpu", **options)
         except RuntimeError as error:  # torch's own DistError, or what gloo raises
             raise DistributedError(
-                f"The processes of this run did not find each other within {self.timeout:g} s: {_first_line(error)}.\n"
+                f"The processes of this run did not find each other within {self.timeout:g} s: {first_line(error)}.\n"
                 "Look whether every rank was started and reaches MASTER_ADDR:MASTER_PORT."
             ) from error
         finally:
@@ -222,14 +222,17 @@ class ManyProcesses(DistributionStrategy):
 
     def excuse(self, error: BaseException) -> bool:
         """One gather, of the others' errors if they bring some too."""
-        if isinstance(error, (RankFailed, *AT_ONCE)):
+        if isinstance(error, (RankFailed, KeyboardInterrupt)):
             return True
         if not self._groups or self._is_wrapping:  # not joined, or where the others do not come to a gather
             return False
+        own = in_words(error)
         try:
-            self._answers(_Answer("its end", None, in_words(error)))
+            answers = self._answers(_Answer("its end", None, own))
         except RuntimeError:  # they have left
             return False
+        # In its dict, since a frozen dataclass takes no attribute.
+        vars(error)["is_told"] = own == next(answer.excuse for answer in answers if answer.excuse is not None)
         return True
 
     def _answers(self, own: _Answer) -> list[_Answer]:
@@ -251,8 +254,8 @@ class ManyProcesses(DistributionStrategy):
         if self._buffers is None or self._buffers[0] is not policy:
             self._buffers = (policy, {name: m._buffers for name, m in policy.named_modules() if m._buffers})
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        for module, named in self._buffers[1].items():
-            for name, buffer in named.items():
+        for module, buffers in self._buffers[1].items():
+            for name, buffer in buffers.items():
                 if buffer is not None:
                     if buffer.device != self._device:
                         raise DistributedError(
@@ -260,12 +263,12 @@ class ManyProcesses(DistributionStrategy):
                             f"on {self._device}.\nFill it in place (buffer.copy_(new)) instead of replacing it."
                         )
                     by_type.setdefault(buffer.dtype, []).append(buffer.detach())
-        for buffers in by_type.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        for alike in by_type.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
             distributed.broadcast(flat.view(torch.uint8), src=0)
             if self.rank != 0:
-                pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
-                for buffer, piece in zip(buffers, pieces, strict=True):
+                pieces = torch.split(flat, [buffer.numel() for buffer in alike])
+                for buffer, piece in zip(alike, pieces, strict=True):
                     buffer.copy_(piece.view(buffer.shape))
 
     def check_alike(self, policy: nn.Module) -> None:
@@ -280,47 +283,23 @@ class ManyProcesses(DistributionStrategy):
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise DistributedError(
-                f"{_ranks(other)} built another policy than rank 0: names, shapes, types or what is frozen differ.\n"
+                f"{named(other)} built another policy than rank 0: names, shapes, types or what is frozen differ.\n"
                 "Build the policy alike on every rank, whatever its number and its data."
             )
 
     # Losing each other ---------------------------------------------------------------------------------------
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether torch.distributed raised it; gloo's own errors have no type but name their file."""
-        is_gloo = isinstance(error, RuntimeError) and "/gloo/" in in_words(error)
-        return is_gloo or isinstance(error, distributed.DistError)
+        """Whether torch.distributed or gloo raised it."""
+        return is_lost(error)
 
     def lost(self, error: BaseException) -> DistributedError:
-        """The error that another rank left, or the ranks that do not answer a call within some seconds.
-
-        What it finds is left for the ranks that notice later, so that they need not ask again.
-        """
+        """The error that another rank left, or the ranks that do not answer a call within some seconds."""
         self._failed = True
-        cause = f"{type(error).__name__}: {_first_line(error)}"
-        patience = min(_PATIENCE_S, self.timeout)
         assert self._roll_call is not None
-        try:
-            self._roll_call.leave()
-            words, gone, elsewhere = self._roll_call.call(patience)
-            if words is None and gone:
-                answers = "answers" if len(gone) == 1 else "answer"
-                words = f"{_ranks(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
-                self._roll_call.leave_words(words)
-        except RuntimeError:  # the store is gone, and with it the machine that held it
-            words = (
-                "The processes of this run lost each other, and the place where they meet (MASTER_ADDR) no longer "
-                f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{_GO_ON}"
-            )
-        if words is None:
-            who = f"{_ranks(elsewhere)} did not join it" if elsewhere else "every rank is still there"
-            words = (
-                f"A collective failed after at most {self.timeout:g} s (timeout); {who}. The error was {cause}.\n"
-                f"If a rank was busy with other work, use {type(self).__name__}(timeout=...) with more seconds."
-            )
-        lost = DistributedError(words)
-        lost.exit_code = 1  # not a request that cannot be met, but a run that failed
-        return lost
+        found = DistributedError(reason(error, self._roll_call, self.timeout, type(self).__name__))
+        found.exit_code = 1  # not a request that cannot be met, but a run that failed
+        return found
 
     def report(self, error: BaseException) -> None:
         """Leave this rank's error in the store, if it is the first."""
@@ -333,9 +312,6 @@ class ManyProcesses(DistributionStrategy):
             return
 
 
-_GO_ON = "Start the run again with --resume: it goes on from the last checkpoint."
-
-
 def _keep(group: distributed.ProcessGroup) -> None:
     """Keep a group that is left from ever being freed, with its few threads and sockets.
 
@@ -343,12 +319,3 @@ def _keep(group: distributed.ProcessGroup) -> None:
     ended a collective of DDP's backward: the process then hangs (seen in 1 of 20 runs, torch 2.13).
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _first_line(error: BaseException) -> str:
-    """Without gloo's guesses and good wishes."""
-    return (str(error).strip() or "no message").splitlines()[0].partition(". This is typically")[0].rstrip(".")

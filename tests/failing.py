@@ -151,11 +151,14 @@ class Leaves(Policy):
 
 
 class Panics(Callback):
-    """Raises what is no Exception, as extensions in Rust do, on rank 1."""
+    """Raises what is no Exception on rank 1, as extensions in Rust do, or one who calls ``sys.exit``."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
 
     def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
         if trainer.distribution.rank == 1 and trainer.micro_batches == 3:
-            raise BaseException("a panic")
+            raise self.kind("a panic")
 
 
 class Due(Callback):
@@ -193,6 +196,15 @@ class Endless(IterableDataset[dict[str, Any]]):
         return (samples[i] for i in range(12))
 
 
+class Absent(Samples):
+    """Cannot be made on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        if str(rank) == os.environ["RANK"]:
+            raise OSError("no such share on this machine")
+
+
 class Counted(Endless):
     """The same, saying how many they are."""
 
@@ -203,13 +215,13 @@ class Counted(Endless):
 class Fails(Callback):
     """Raises in one hook, on one rank."""
 
-    def __init__(self, rank: int, hook: str, micro_batch: int) -> None:
-        self.rank, self.micro_batch = rank, micro_batch
+    def __init__(self, rank: int, hook: str, micro_batch: int, words: str = "only on this rank") -> None:
+        self.rank, self.micro_batch, self.words = rank, micro_batch, words
         setattr(self, hook, self._fail)
 
     def _fail(self, trainer: Trainer, *_: Any) -> None:
         if trainer.distribution.rank == self.rank and trainer.micro_batches == self.micro_batch:
-            raise RuntimeError("only on this rank")
+            raise RuntimeError(self.words)
 
     def setup(self, trainer: Trainer, policy: nn.Module, stage: str) -> None: ...
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None: ...
@@ -232,6 +244,10 @@ class Fails(Callback):
 
     def due(self, step: int) -> bool:
         return step % 3 == 0
+
+
+class FailsToo(Fails):
+    """Another beside it."""
 
 
 class Dies(Callback):

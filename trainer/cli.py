@@ -18,7 +18,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..strategies.errors import ConfigError, DistributedError, PolicyfitError, in_words
+from ..strategies.distributed import RankFailed
+from ..strategies.errors import ConfigError, PolicyfitError, in_words
 from . import commands
 from .aliases import FILE_OPTIONS
 from .requested import prints
@@ -44,7 +45,7 @@ KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --
 PRINT_CONFIG = "print the run as resolved, which means the same when it is fed back, and stop"
 RUN_FILES = (".yaml", ".yml", ".json")
 LONGEST_LINE = 1200  # characters; of a longer one the middle is left out
-_PATIENCE_S = 2.0
+_PATIENCE_S = 3.0
 NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
 
@@ -80,15 +81,15 @@ def _run(arguments: list[str]) -> int:
         known = isinstance(error, PolicyfitError)
         if "--debug" in arguments:
             traceback.print_exception(error)
-        elif not known:
+        elif not known or isinstance(error, RankFailed):
             error.add_note("Run again with --debug for the traceback.")
         for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", str(error))):
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
         code = error.exit_code if isinstance(error, PolicyfitError) else 1
-        if not prints() and _is_told_by_rank_0(error, code):
-            time.sleep(_PATIENCE_S)  # a launcher ends all at the first that ends, and rank 0 is to say it before
-        else:
+        if not prints():
+            time.sleep(_PATIENCE_S)  # a launcher ends all once rank 0 has told the same, or told of this, and ended
+        if prints() or not (isinstance(error, RankFailed) or getattr(error, "is_told", False)):
             _show(error, known=known)
         return code
     return 0
@@ -110,11 +111,6 @@ def _with_remedy(error: Exception) -> Exception:
     refused = ConfigError(f"A name is too long for a file or folder: {error.filename}.\nGive a shorter one.")
     refused.__cause__ = error
     return refused
-
-
-def _is_told_by_rank_0(error: Exception, code: int) -> bool:
-    """Whether rank 0 has the same error, or one that tells of it."""
-    return code == 2 or isinstance(error, DistributedError) or getattr(error, "of_this_rank", None) is False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -254,7 +250,8 @@ def _show(error: Exception, *, known: bool) -> None:
     if not console.is_terminal:  # prose is wrapped in a log, too, but a path in it stays whole
         longest = max(len(line) for line in text.splitlines())
         console.width = max(80, min(longest + 4, WIDTH), *(len(word) + 4 for word in text.split()))
-    console.print(Panel(Text(text), title=type(error).__name__, border_style="red"))
+    of_rank = "" if prints() else f" on rank {os.environ['RANK']}"
+    console.print(Panel(Text(text), title=f"{type(error).__name__}{of_rank}", border_style="red"))
 
 
 def _shortened(line: str) -> str:

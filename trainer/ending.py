@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from ..strategies.errors import DistributedError, in_words
+from ..strategies.distributed import RankFailed
+from ..strategies.errors import in_words
 from .metrics import Means
 from .run import Run
 
@@ -64,8 +65,6 @@ def fail_with_others(run: Run) -> NoReturn:
     _forget_failures(run)
     if differ and not run.is_torn:
         run_all((partial(_save_after_failure, run),), error)
-    # Else rank 0 tells it.
-    error.of_this_rank = None in errors or words != errors[0]  # type: ignore[attr-defined]
     run.place.meeting = False
     raise error
 
@@ -95,7 +94,7 @@ def _forget_failures(run: Run) -> None:
         run.precision.take_back(failures, None if outcome is None else outcome.scale)
 
 
-def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedError:
+def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
     rank = next(rank for rank, error in enumerate(errors) if error)
     saved = "What was saved can be gone on with once that is mended: --resume."
     if run.is_torn:
@@ -103,11 +102,8 @@ def _failure_of_another(run: Run, errors: Sequence[str | None]) -> DistributedEr
             "It was in the middle of that update, with weights or states that no other process has. The last "
             "checkpoint can be gone on with once that is mended: --resume."
         )
-    error = DistributedError(
-        f"Rank {rank} failed, so all ended after update {run.counters.updates}: {errors[rank]}\n{saved}"
-    )
-    error.exit_code = 1  # the run failed; its settings are good
-    return error
+    so = f", so all ended after update {run.counters.updates}"
+    return RankFailed(rank, errors[rank] or "", so=so, remedy=saved)
 
 
 def _save_after_failure(run: Run) -> None:

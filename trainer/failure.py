@@ -78,7 +78,6 @@ def end_together(run: Run, error: BaseException) -> None:
             error.add_note(f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
         told = False
     if not told:
-        error.of_this_rank = True  # type: ignore[attr-defined]
         raise error
     run.failure = error
     run.end_failed()

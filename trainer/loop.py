@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..strategies.errors import AT_ONCE
 from .failure import end_together
 from .run import Run
 
@@ -13,7 +12,7 @@ def train(run: Run) -> None:
     try:
         _train(run)
         run.finish()
-    except AT_ONCE:
+    except KeyboardInterrupt:  # which a launcher has sent to all ranks, and that wait for nothing
         raise
     except BaseException as error:
         end_together(run, error)  # raises it, unless other ranks are to end with this one

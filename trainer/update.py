@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import AT_ONCE, DistributedError, in_words
+from ..strategies.errors import DistributedError, in_words
 from ..strategies.mailbox import Mailbox
 from .agreement import AGREED, Agreement
 from .counters import Counters
@@ -291,7 +291,7 @@ class Updater:
                 self._after_step()
             except BaseException as failure:
                 self.is_torn = self._together
-                if isinstance(failure, AT_ONCE) or not self.agreement.has_failed:
+                if isinstance(failure, KeyboardInterrupt) or not self.agreement.has_failed:
                     raise
         else:
             self._counters.skipped += 1
@@ -300,7 +300,7 @@ class Updater:
         for hook in self._update_end:  # all of them: one that fails does not keep the others from the update
             try:
                 hook(self._trainer, self._policy, outcome)
-            except AT_ONCE:
+            except KeyboardInterrupt:
                 raise
             except BaseException as failure:
                 if error is not None:

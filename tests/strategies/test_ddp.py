@@ -14,7 +14,7 @@ from distribution_contract import CPU, PROMISES, Toy, all_samples, assert_equal,
 from processes import outcomes_of, run
 from torch import Tensor, nn
 
-from policyfit.strategies import group
+from policyfit.strategies import lost as losing
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
 
@@ -261,7 +261,7 @@ def test_rank_on_the_device_of_another_is_refused() -> None:
 
 
 def train_until_something_happens(what: str) -> tuple[str, bool, int]:
-    group._PATIENCE_S = 1.5 if what == "sleep" else 3.0
+    losing._PATIENCE_S = 1.5 if what == "sleep" else 3.0
     strategy = DDP(timeout=4 if what == "sleep" else 60)
     strategy.setup(CPU)
     policy = Toy()

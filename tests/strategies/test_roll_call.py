@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
-from policyfit.strategies import group
+from policyfit.strategies import lost
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.roll_call import RollCall
 
@@ -54,11 +54,11 @@ def test_what_a_rank_has_noted_is_told_to_one_that_asks_and_nothing_once_all_hav
 
 
 def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(lost, "_PATIENCE_S", 0.1)
     store, ranks = HashStore(), [DDP(), DDP()]
-    for strategy, number in zip(ranks, (0, 2), strict=True):
-        strategy.rank, strategy._roll_call = number, RollCall(store, number, 3)
+    ranks[0]._roll_call = RollCall(store, 0, 3)
     first = ranks[0].lost(RuntimeError("Connection reset. This is typically caused by"))
+    ranks[1]._roll_call = RollCall(store, 2, 3)
     assert str(first).startswith(
         "Ranks 1, 2 no longer answer: called for 0.1 s after RuntimeError: Connection reset.\n"
     )

@@ -12,6 +12,8 @@ from processes import run
 from ranks import Policy
 from run_parts import Said, policyfit
 
+from policyfit.trainer import cli
+
 RUN = """\
 policy: ranks.Policy
 data: {train: ranks.Samples, val: ranks.Samples}
@@ -24,6 +26,7 @@ BLOCK = 12 * 12 + 12
 
 def commands(folder: str, *each: list[str]) -> list[Said]:
     os.chdir(folder)
+    cli._PATIENCE_S = 0.1
     return [policyfit(*words) for words in each]
 
 
@@ -56,6 +59,52 @@ def test_a_plan_that_is_refused_ends_on_every_rank_and_leaves_the_others(tmp_pat
     sharded = ["plan", "run.yaml", "--trainer.distributed=fsdp", "--policy=run_parts.Policy"]  # without units
     for refused, planned in _of_ranks(tmp_path, sharded, ["plan", "run.yaml"]):
         assert (refused.code, planned.code) == (2, 0)
+
+
+def _failing(rank: int, hook: str, draw: int, words: str, kind: str = "Fails") -> dict[str, Any]:
+    arguments = {"rank": rank, "hook": hook, "micro_batch": draw, "words": words}
+    return {"class_path": f"failing.{kind}", "init_args": arguments}
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_the_error_of_one_rank_is_shown_once(tmp_path: Path, distributed: str) -> None:
+    places = [(0, "on_after_backward", 2), (1, "on_after_backward", 2), (1, "setup", 0)]
+    each = []
+    for number, place in enumerate(places):
+        fails = json.dumps([_failing(*place, "the disk is full")])
+        keys = {"distributed": distributed, "run_dir": f"run{number}", "callbacks": fails}
+        each.append(["fit", "run.yaml", *(f"--trainer.{key}={value}" for key, value in keys.items())])
+    for number, said in enumerate(zip(*_of_ranks(tmp_path, *each), strict=True)):
+        assert [one.code for one in said] == [1, 1], said[0].err
+        assert "".join(one.out + one.err for one in said).count("the disk is full") == 1, number
+        assert "the disk is full" in said[0].err
+        assert "Run again with --debug for the traceback." in said[0].err
+        assert (said[1].out, said[1].err) == ("", "")
+        assert (tmp_path / f"run{number}" / "checkpoints" / "000001").is_dir() == (places[number][1] != "setup")
+
+
+def test_the_errors_of_two_ranks_are_both_shown(tmp_path: Path) -> None:
+    kinds = ["Fails", "FailsToo"]
+    both = [_failing(rank, "on_after_backward", 2, f"disk {rank} is full", kind) for rank, kind in enumerate(kinds)]
+    first, second = _of_ranks(tmp_path, ["fit", "run.yaml", f"--trainer.callbacks={json.dumps(both)}"])
+    assert "disk 0 is full" in first[0].err
+    assert "disk 1 is full" in second[0].err
+    assert "RuntimeError on rank 1" in second[0].err
+
+
+def test_what_fails_on_one_rank_before_it_meets_the_others_is_shown_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_PATIENCE_S", 0.1)
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    Path("run.yaml").write_text(RUN)
+    said = policyfit("fit", "run.yaml", "--data.train={class_path: failing.Absent, init_args: {rank: 1}}")
+    assert (said.code, said.out) == (2, "")
+    assert "ConfigError on rank 1" in said.err
+    assert "OSError: no such share on this machine" in said.err
 
 
 def test_what_is_measured_and_what_needs_no_other_rank_is_printed_by_rank_0(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def failed(folder: str, distributed: str, where: str) -> dict[str, Any]:
     try:
         train(f"{folder}/run", distributed, steps=30, extra=extra, fails_at=20 if where == "data" else None)
     except BaseException as error:
-        return {"error": type(error).__name__, "text": str(error), "own": getattr(error, "of_this_rank", False)}
+        return {"error": type(error).__name__, "text": str(error)}
     return {}
 
 
@@ -63,7 +63,7 @@ def failed_everywhere(folder: str, distributed: str) -> list[dict[str, Any]]:
             train(f"{folder}/{number}", distributed, steps=9, extra=extra, val=True, val_every=3)
         except Exception as raised:
             error = raised
-        seen.append({"error": error.__class__, "text": str(error), "own": getattr(error, "of_this_rank", False)})
+        seen.append({"error": error.__class__, "text": str(error), "told": getattr(error, "is_told", False)})
     return seen
 
 
@@ -78,7 +78,7 @@ def test_wherever_one_rank_fails_all_end_after_the_same_update_saved_and_told(tm
         assert "RuntimeError: only on this rank" in others[number]["text"], place
         if update is not None:
             assert f"so all ended after update {update}:" in others[number]["text"], place
-            assert own[number]["own"] is True, place
+            assert own[number]["told"] is True, place
         last = tmp_path / str(number) / "checkpoints" / "last"
         if step is None:
             assert not last.exists(), place
@@ -113,7 +113,7 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
     ranks = run(failed, str(tmp_path), "ddp", "data", limit_s=40.0)
     texts = [rank["text"] for rank in ranks]
     assert sum("the disk of this rank is gone" in text for text in texts) == 2
-    assert sorted(rank["error"] for rank in ranks) == ["DistributedError", "RuntimeError"]
+    assert sorted(rank["error"] for rank in ranks) == ["RankFailed", "RuntimeError"]
     mended = run(job, str(tmp_path), "ddp", {"steps": 12, "resume": "last"})
     assert "note: it was saved after an error" in mended[0]["plan"]
     straight = run(job, str(tmp_path / "straight"), "ddp", {"steps": 12})
@@ -232,18 +232,22 @@ def test_parameter_that_one_rank_leaves_out_ends_all_in_order(tmp_path: Path, fo
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == step
 
 
-def panicked(folder: str) -> str:
+def panicked(folder: str, distributed: str, kind: type[BaseException]) -> str:
     try:
-        train(f"{folder}/run", "ddp", steps=30, extra=[Panics()])
+        train(f"{folder}/run", distributed, steps=30, extra=[Panics(kind)])
     except BaseException as error:
         return str(error)
     return ""
 
 
-def test_error_that_is_no_exception_ends_all_in_order(tmp_path: Path) -> None:
-    others, own = run(panicked, str(tmp_path), limit_s=40.0)
+@pytest.mark.parametrize(("distributed", "kind"), [("ddp", BaseException), ("fsdp", SystemExit), ("ddp", SystemExit)])
+def test_error_that_is_no_exception_ends_all_in_order(
+    tmp_path: Path, distributed: str, kind: type[BaseException]
+) -> None:
+    others, own = run(panicked, str(tmp_path), distributed, kind, limit_s=40.0)
     assert own == "a panic"
-    assert "Rank 1 failed, so all ended after update 5: BaseException: a panic" in others
+    assert f"Rank 1 failed, so all ended after update 5: {kind.__name__}: a panic" in others
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
 
 
 def both(folder: str, distributed: str) -> str:
@@ -295,7 +299,7 @@ def invalid(folder: str, distributed: str) -> dict[str, Any]:
 @pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
 def test_error_in_the_validation_of_one_rank_ends_all_in_time_and_is_told(tmp_path: Path, distributed: str) -> None:
     ranks = run(invalid, str(tmp_path), distributed, limit_s=60.0)
-    assert sorted(rank["error"] for rank in ranks) == ["DistributedError", "RuntimeError"]
+    assert sorted(rank["error"] for rank in ranks) == ["RankFailed", "RuntimeError"]
     assert all("the disk of this rank is gone" in rank["text"] for rank in ranks)
 
 
@@ -310,7 +314,7 @@ def kept(folder: str, distributed: str) -> str:
 
 @pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
 def test_saving_after_an_exception_waits_for_nobody(tmp_path: Path, distributed: str) -> None:
-    assert run(kept, str(tmp_path), distributed, limit_s=60.0) == ["DistributedError", "RuntimeError"]
+    assert run(kept, str(tmp_path), distributed, limit_s=60.0) == ["RankFailed", "RuntimeError"]
     folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if not path.name.startswith(".")}
     assert folders == {"000002", "000004", "000006", "last"} | {"000006-exception"}
 

@@ -1,0 +1,59 @@
+"""Why ranks cannot talk to each other any more: one left words when it failed, or does not answer when it is called."""
+
+from __future__ import annotations
+
+from torch import distributed
+
+from .errors import in_words
+from .roll_call import RollCall
+
+_GO_ON = "Start the run again with --resume: it goes on from the last checkpoint."
+_PATIENCE_S = 5.0  # how long a rank that is called may take to answer
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether torch.distributed raised it; gloo's own errors have no type but name their file."""
+    is_gloo = isinstance(error, RuntimeError) and "/gloo/" in in_words(error)
+    return is_gloo or isinstance(error, distributed.DistError)
+
+
+def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy: str) -> str:
+    """What became of the others, in words, and what to do.
+
+    It is left for the ranks that notice later, so that they need not call again.
+
+    Args:
+        timeout_s: After which a collective is given up.
+        strategy: The name by which that time is set.
+    """
+    cause = f"{type(error).__name__}: {first_line(error)}"
+    patience = min(_PATIENCE_S, timeout_s)
+    try:
+        roll_call.leave()
+        words, gone, elsewhere = roll_call.call(patience)
+        if words is None and gone:
+            answers = "answers" if len(gone) == 1 else "answer"
+            words = f"{named(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
+            roll_call.leave_words(words)
+    except RuntimeError:  # the store is gone, and with it the machine that held it
+        return (
+            "The processes of this run lost each other, and the place where they meet (MASTER_ADDR) no longer "
+            f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{_GO_ON}"
+        )
+    if words is not None:
+        return words
+    who = f"{named(elsewhere)} did not join it" if elsewhere else "every rank is still there"
+    return (
+        f"A collective failed after at most {timeout_s:g} s (timeout); {who}. The error was {cause}.\n"
+        f"If a rank was busy with other work, use {strategy}(timeout=...) with more seconds."
+    )
+
+
+def named(numbers: list[int]) -> str:
+    """Those of ranks, for a sentence."""
+    return f"Rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without gloo's guesses and good wishes."""
+    return (str(error).strip() or "no message").splitlines()[0].partition(". This is typically")[0].rstrip(".")
