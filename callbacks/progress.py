@@ -46,7 +46,7 @@ class Progress(Callback):
         self._next_refresh = 0.0
         self._step = self._skipped = 0
         self._seen: Counter[str] = Counter()
-        self._exception: BaseException | None = None
+        self._ended_by: str | None = None  # not the error, whose traceback would keep the run's tensors
 
     def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
         """Print what is going to run, and start the bar."""
@@ -55,7 +55,7 @@ class Progress(Callback):
         self._started = time.monotonic()
         self._step, self._skipped = trainer.resumed_step, trainer.skipped
         self._seen.clear()
-        self._exception = None
+        self._ended_by = None
         self._print(trainer.plan.text())
         self._print_early()
         if self._open_console().is_terminal:
@@ -99,7 +99,7 @@ class Progress(Callback):
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, exception: BaseException) -> None:
         """Remember it for the last line."""
-        self._exception = exception
+        self._ended_by = type(exception).__name__
 
     def teardown(self, trainer: Trainer, policy: nn.Module, stage: str) -> None:
         """Stop the bar, and say how the run ended and where its checkpoints are."""
@@ -118,9 +118,8 @@ class Progress(Callback):
 
     def _last_line(self, trainer: Trainer, seconds: float) -> str:
         line = f"{trainer.status} at step {self._step}, {self._skipped} skipped, after {_duration(seconds)}"
-        if self._exception is not None:  # whose words come with its traceback, or on the command line in a panel
-            return f"{line}: {type(self._exception).__name__}"
-        return f"{line}: {trainer.stop_reason}" if trainer.stop_reason else line
+        why = self._ended_by or trainer.stop_reason  # an error's words come with its traceback, or in a panel
+        return f"{line}: {why}" if why else line
 
     def _start_bar(self, trainer: Trainer, console: Console) -> None:
         with _untouched_random():

@@ -83,6 +83,7 @@ class Collectives:
     def _begin(self) -> None:
         if self._number == 0:
             self._wake()
+        self.reshard()  # else what a callback's forward left gathered is computed with, after the weights have moved
         self._number += 1
         self._made, self._under_way = 0, True
 
@@ -111,12 +112,12 @@ class Collectives:
         self._under_way = False
         while one := self._roll_call.ask(self._place, self._timeout):
             self._made += 1
-            if len(one) == len(_Gather._fields):
-                unit = self._units[_Gather(*one).unit]
-                unit.unshard()
-                unit.reshard()
-            else:
-                self._reduce_nothing(_Reduction(*one))
+            match one:
+                case [unit]:
+                    self._units[unit].unshard()
+                    self._units[unit].reshard()
+                case [numel, dtype, op]:
+                    self._reduce_nothing(_Reduction(numel, dtype, op))
 
     def reshard(self) -> None:
         """Let go of units that are still gathered, as after a forward outside of micro-batches."""

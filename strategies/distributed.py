@@ -37,7 +37,6 @@ class RankFailed(DistributedError):
         self, rank: int, words: str, *, so: str = "", remedy: str = "Mend that, and start the run again on all ranks."
     ) -> None:
         super().__init__(f"Rank {rank} failed{so}: {words}\n{remedy}")
-        self.rank = rank
 
 
 class DistributionStrategy(ABC):

@@ -45,7 +45,7 @@ KEYS = "Any key of the run file can be set, as --section.key=VALUE; --device, --
 PRINT_CONFIG = "print the run as resolved, which means the same when it is fed back, and stop"
 RUN_FILES = (".yaml", ".yml", ".json")
 LONGEST_LINE = 1200  # characters; of a longer one the middle is left out
-_PATIENCE_S = 3.0
+_EXIT_DELAY_S = 3.0
 NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
 
@@ -88,7 +88,7 @@ def _run(arguments: list[str]) -> int:
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
         code = error.exit_code if isinstance(error, PolicyfitError) else 1
         if not prints():
-            time.sleep(_PATIENCE_S)  # a launcher ends all once rank 0 has told the same, or told of this, and ended
+            time.sleep(_EXIT_DELAY_S)  # a launcher ends all once rank 0 has told the same, or told of this, and ended
         if prints() or not (isinstance(error, RankFailed) or getattr(error, "is_told", False)):
             _show(error, known=known)
         return code

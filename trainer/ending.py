@@ -13,6 +13,7 @@ from ..strategies.distributed import RankFailed
 from ..strategies.errors import in_words
 from .metrics import Means
 from .run import Run
+from .together import tell
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -56,10 +57,10 @@ def fail_with_others(run: Run) -> NoReturn:
     An error that is the same on all is the run's, and not saved, as in a single process.
     """
     words = None if run.failure is None else in_words(run.failure)
-    answers = run.distribution.gather((words, run.updater.is_torn), "the end of a run that failed")
+    answers = run.distribution.gather((words, run.updater.lacks_update), "the end of a run that failed")
     errors = [answer for answer, _ in answers]
     differ = len(set(errors)) > 1
-    whole = _whole_rank(run, [is_torn for _, is_torn in answers])
+    whole = _whole_rank(run, [lacks_update for _, lacks_update in answers])
     run.saves_from, run.is_torn = whole or 0, differ and whole is None
     error = run.failure or _failure_of_another(run, errors)
     _forget_failures(run)
@@ -69,11 +70,11 @@ def fail_with_others(run: Run) -> NoReturn:
     raise error
 
 
-def _whole_rank(run: Run, torn: Sequence[bool]) -> int | None:
+def _whole_rank(run: Run, lack_update: Sequence[bool]) -> int | None:
     """The first rank that has all of the last update; ``None`` where none has, or a shard of it is missing."""
-    if run.distribution.is_sharded and any(torn):
+    if run.distribution.is_sharded and any(lack_update):
         return None
-    return next((rank for rank, is_torn in enumerate(torn) if not is_torn), None)
+    return next((rank for rank, lacks in enumerate(lack_update) if not lacks), None)
 
 
 def _forget_failures(run: Run) -> None:
@@ -111,7 +112,7 @@ def _save_after_failure(run: Run) -> None:
         run.callbacks.call("on_fit_end", run.trainer, run.policy)
         run.trainer.wait_for_checkpoint()
     except BaseException as error:
-        run.excuse(error)
+        run.distribution.excuse(error)
         raise
 
 
@@ -131,13 +132,10 @@ def stage_without_run(trainer: Trainer, policy: nn.Module, stage: str) -> Iterat
         yield
         trainer.distribution.gather(None, f"the end of {stage}")  # for a rank that failed after the last meeting
     except BaseException as error:
-        if trainer.distribution.is_lost(error):
-            lost = trainer.distribution.lost(error)
-            run_all(ends(), lost)
-            raise lost from error
-        trainer.distribution.report(error)
-        trainer.distribution.excuse(error)
-        run_all(ends(), error)
+        told = tell(trainer.distribution, error)
+        run_all(ends(), told)
+        if told is not error:
+            raise told from error
         raise
     run_all(ends())
 

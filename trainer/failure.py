@@ -67,8 +67,6 @@ def end_together(run: Run, error: BaseException) -> None:
     try:
         if not place.meeting:
             run.updater.agreement.has_failed = True
-            if run.in_window:
-                _stand_in(run)
             while not _others_meet(run):
                 _stand_in(run)
         place.meeting = True

@@ -12,7 +12,7 @@ def train(run: Run) -> None:
     try:
         _train(run)
         run.finish()
-    except KeyboardInterrupt:  # which a launcher has sent to all ranks, and that wait for nothing
+    except KeyboardInterrupt:  # a launcher sends it to all ranks, so there is nobody to tell
         raise
     except BaseException as error:
         end_together(run, error)  # raises it, unless other ranks are to end with this one

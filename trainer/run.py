@@ -142,7 +142,7 @@ class Run:
                 try:
                     schedule.advance(self.trainer.metrics)
                 except BaseException:
-                    self.updater.is_torn = self.distribution.world_size > 1  # the others have advanced theirs
+                    self.updater.lacks_update = self.distribution.world_size > 1  # the others have advanced theirs
                     raise
         # The counters go on first, so that a checkpoint of the hook's making begins with the next epoch.
         self.ended_epoch = counters.epoch
@@ -290,11 +290,6 @@ class Run:
         """This rank or another has failed, and all end here."""
         self.failed, self.stop_reason = True, "a process failed"
         self.exit_code = self.updater.agreement.exit_code
-
-    def excuse(self, error: BaseException) -> None:
-        """Before the first batch or after the last: let the other ranks end with this error where they meet next."""
-        if self.place.meeting:
-            self.distribution.excuse(error)
 
     # Beginning and end ---------------------------------------------------------------------------------------
 

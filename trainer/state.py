@@ -125,7 +125,7 @@ def save(
     run.updater.settle()
     run.distribution.release()
     _check_held(run)
-    run.updater.divergence.check_finite(counts=run.is_torn or not run.updater.is_torn)
+    run.updater.divergence.check_finite(counts=run.is_torn or not run.updater.lacks_update)
     extra: dict[str, Any] = {}
     run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
     folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)

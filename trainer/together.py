@@ -18,16 +18,25 @@ def on_main(ranks: DistributionStrategy, action: Callable[[], T], place: str = "
     """What ``action`` gives on rank 0, where alone it is called, on all ranks; its error is raised on all."""
     if ranks.world_size == 1:
         return action()
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if ranks.is_main:
-        try:
-            outcome = (action(), None)
-        except Exception as error:  # raised again below, on all ranks
-            outcome = (None, error)
+    outcome: tuple[Any, Exception | None] = _tried(action) if ranks.is_main else (None, None)
     value, failure = ranks.broadcast(outcome, place)
     if failure is not None:
         raise failure
     return value  # type: ignore[no-any-return]
+
+
+def tell(ranks: DistributionStrategy, error: BaseException, *, meets: bool = True) -> BaseException:
+    """What to end in: ``error``, told to the other ranks, or where it says only that they are lost, which ones.
+
+    Args:
+        meets: Whether their next collective is a ``gather``, to which it is brought.
+    """
+    if ranks.is_lost(error):
+        return ranks.lost(error)
+    ranks.report(error)
+    if meets:
+        ranks.excuse(error)
+    return error
 
 
 def whole(ranks: DistributionStrategy, state: Any) -> Any:
@@ -44,16 +53,19 @@ def whole(ranks: DistributionStrategy, state: Any) -> Any:
 
 def agreed(ranks: DistributionStrategy, action: Callable[[], T]) -> list[T]:
     """What ``action`` gives on each rank, on all of which it is called; the first error is raised on all."""
-    outcome: tuple[Any, Exception | None] = (None, None)
-    try:
-        outcome = (action(), None)
-    except Exception as error:  # raised again below, on all ranks
-        outcome = (None, error)
-    outcomes: list[tuple[Any, Exception | None]] = ranks.gather_aside(outcome)
+    outcomes = ranks.gather_aside(_tried(action))
     for _, failure in outcomes:
         if failure is not None:
             raise failure
     return [value for value, _ in outcomes]
+
+
+def _tried(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What it gives, or the error that is to be raised on all ranks."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def parts(ranks: DistributionStrategy, model: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from .run import Run
 from .schedule import ScheduleFactory
 from .settings import NonFinite, Settings, checked_loggers, listed, run_folder
 from .sources import data_to_validate_on
-from .together import on_main
+from .together import on_main, tell
 from .validation import validate
 from .view import RunView
 
@@ -228,13 +228,10 @@ class Trainer(RunView):
             self.wait_for_checkpoint()  # so that it is there for every rank
         except BaseException as error:
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            if self.distribution.is_lost(error):
-                lost = self.distribution.lost(error)
-                end(lost)
-                raise lost from error
-            self.distribution.report(error)
-            run.excuse(error)
-            end(error)
+            told = tell(self.distribution, error, meets=run.place.meeting)
+            end(told)
+            if told is not error:
+                raise told from error
             raise
         try:
             end()
@@ -260,14 +257,11 @@ class Trainer(RunView):
             yield
         except BaseException as error:
             try:
-                lost = self.distribution.lost(error) if self.distribution.is_lost(error) else None
-                self.distribution.report(error)
-                if lost is None:
-                    self.distribution.excuse(error)
+                told = tell(self.distribution, error)
             finally:
                 self.distribution.teardown()
-            if lost is not None:
-                raise lost from error
+            if told is not error:
+                raise told from error
             raise
 
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
@@ -343,6 +337,8 @@ class Trainer(RunView):
             path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
             background: Return once everything is copied, and write while training goes on. The folder appears when it
                 is complete; an error ends the run at its next step. A save still under way is waited for first.
+            exact: ``False`` saves also where a window is open, marked so that a resume takes it by its path alone.
+            remote: An fsspec URL to which the checkpoint is copied once it is complete.
             consolidated: Write ``model.safetensors`` as a whole also where each rank writes the weights that it holds.
 
         Raises:

@@ -76,7 +76,7 @@ class Updater:
         #: Updates tried so far, whether settled or not.
         self.applied = 0
         #: Whether an error left weights and optimizer of this rank in the middle of an update that the others made.
-        self.is_torn = False
+        self.lacks_update = False
         #: Updates that came to nothing because a rank had failed; they are the last ones of a run.
         self.failures = 0
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
@@ -149,7 +149,7 @@ class Updater:
             self._move(gradients, norm)
         except BaseException:
             if self._together:  # on the other ranks the update is made
-                self.is_torn = True
+                self.lacks_update = True
                 self._move_scale_and_send(non_finite, scale_slot)
                 self._close(read)
             raise
@@ -290,7 +290,7 @@ class Updater:
                     schedule.advance()
                 self._after_step()
             except BaseException as failure:
-                self.is_torn = self._together
+                self.lacks_update = self._together
                 if isinstance(failure, KeyboardInterrupt) or not self.agreement.has_failed:
                     raise
         else:

@@ -260,7 +260,7 @@ def test_an_environment_that_breaks_on_one_rank_ends_all_in_time_and_is_told(
 ) -> None:
     texts = run(rolling, str(tmp_path), distributed, rank, limit_s=30.0)
     assert texts[rank] == "OSError: the simulator does not start"
-    assert texts[1 - rank].startswith("DistributedError: ")
+    assert texts[1 - rank].startswith(f"RankFailed: Rank {rank} failed")
     assert f"Rank {rank} failed" in texts[1 - rank]
     assert "OSError: the simulator does not start" in texts[1 - rank]
 
