@@ -1,14 +1,4 @@
-"""What the ranks of a run agree on once an update: the first numbers of its mailbox, each reduced by maximum.
-
-    skip            the update moves nothing
-    non_finite      a gradient is inf or NaN, so the loss scale falls
-    edited          the same, but only since a callback had it
-    stop            1 + the exit code of a rank that asks to stop
-    failed          a rank has failed
-    has_gradients   a rank has a loss with a gradient; without any the update is a skip
-    bad_loss        1 + the number of a rank whose loss is inf or NaN
-    meets, goes_on  a rank has something to do, or nothing, together with the others after this update
-    next_window     micro-batches of the window after it; 0 at the end of an epoch
+"""What the ranks of a run agree on once an update.
 
 A stop or failure that is agreed at one update takes effect after the next, or at the end of its epoch: by then every
 rank has read it, however early or late it settles.
@@ -17,6 +7,7 @@ rank has read it, however early or late it settles.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +15,31 @@ from torch import Tensor
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.mailbox import Mailbox
 
-AGREED = 10
+T = TypeVar("T", Tensor, float)
+
+
+class Slots(NamedTuple, Generic[T]):
+    """The numbers in the mailbox of an update: on the device as they are written, on the host as they are read.
+
+    Those up to ``next_window`` are what ranks agree on, each the largest of all ranks.
+    """
+
+    skip: T  # the update moves nothing
+    non_finite: T  # a gradient is inf or NaN, so the loss scale falls
+    edited: T  # the same, but only since a callback had it
+    stop: T  # 1 + the exit code of a rank that asks to stop
+    failed: T  # a rank has failed
+    has_gradients: T  # a rank has a loss with a gradient; without any the update is a skip
+    bad_loss: T  # 1 + the number of a rank whose loss is inf or NaN
+    meets: T  # a rank has something to do together with the others after this update
+    goes_on: T  # a rank has not
+    next_window: T  # micro-batches of the window after it; 0 at the end of an epoch
+    norm: T  # of all gradients
+    scale: T  # of the loss, as this update leaves it
+
+
+MAILBOX_SIZE = len(Slots._fields)
+_AGREED = Slots._fields.index("norm")
 
 
 class Agreement:
@@ -35,10 +50,7 @@ class Agreement:
     """
 
     def __init__(self, ranks: DistributionStrategy, mailbox: Mailbox) -> None:
-        self._ranks, self._flags = ranks, mailbox.on_device[:AGREED]
-        slots = mailbox.slots[:AGREED]
-        self._skip, _, _, self._stop, self._failed, self._has_gradients, self._bad_loss, *more = slots
-        *self._meets, self._next_window = more
+        self._ranks, self._agreed, self._slots = ranks, mailbox.on_device[:_AGREED], Slots(*mailbox.slots)
         self._asks = 0.0  # what this rank says of a stop
         #: Whether this rank has failed, which it says from the next update on.
         self.has_failed = False
@@ -61,30 +73,31 @@ class Agreement:
             meets: Whether ranks have something to do together afterwards, as this one sees it; ``None`` without a view.
             next_window: Micro-batches of the window that comes next in this epoch, as this rank has drawn it.
         """
-        losses = list(losses)
-        self._has_gradients.fill_(float(bool(losses)))
-        self._bad_loss.zero_()
+        losses, slots = list(losses), self._slots
+        slots.has_gradients.fill_(float(bool(losses)))
+        bad = slots.bad_loss.zero_()
         for loss in losses:
-            self._bad_loss.add_(loss.to(self._bad_loss.device))  # with shards in host memory the mailbox is there
-        self._bad_loss.sub_(self._bad_loss)  # NaN unless the sum was finite
-        self._bad_loss.ne_(self._bad_loss).mul_(self._ranks.rank + 1)
-        for slot, answer in zip(self._meets, (True, False), strict=True):
-            slot.fill_(float(meets is answer))
-        self._next_window.fill_(float(next_window or 0))
-        for slot, own in ((self._stop, self._asks), (self._failed, float(self.has_failed))):
+            bad.add_(loss.to(bad.device))  # with shards in host memory the mailbox is there
+        bad.sub_(bad)  # NaN unless the sum was finite
+        bad.ne_(bad).mul_(self._ranks.rank + 1)
+        slots.meets.fill_(float(meets is True))
+        slots.goes_on.fill_(float(meets is False))
+        slots.next_window.fill_(float(next_window or 0))
+        for slot, own in ((slots.stop, self._asks), (slots.failed, float(self.has_failed))):
             if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
-        self._ranks.reduce_max(self._flags)
-        self._skip.copy_(torch.maximum(self._skip, 1.0 - self._has_gradients))
+        self._ranks.reduce_max(self._agreed)
+        slots.skip.copy_(torch.maximum(slots.skip, 1.0 - slots.has_gradients))
 
-    def note(self, update: int, stop: float, failed: float, *, meets: bool, apart: bool, next_window: float) -> None:
+    def note(self, update: int, said: Slots[float], *, landed: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
-        self.meets, self.apart, self.next_window = meets, self.apart or apart, int(next_window)
-        if not (stop or failed):
+        self.meets, self.next_window = bool(said.meets), int(said.next_window)
+        self.apart = self.apart or (landed and bool(said.meets and said.goes_on))
+        if not (said.stop or said.failed):
             return
         if self._update is None:
             self._update = update
-        self.exit_code = max(self.exit_code, int(stop) - 1)
+        self.exit_code = max(self.exit_code, int(said.stop) - 1)
 
     @property
     def is_noted(self) -> bool:

@@ -15,6 +15,7 @@ from ..strategies.errors import ConfigError
 from ..strategies.formats import tf32_support
 from ..strategies.mailbox import Mailbox, SharedMailbox
 from ..strategies.precision import PrecisionStrategy, check_parameters
+from .agreement import MAILBOX_SIZE
 from .counters import Counters
 from .describe import class_of
 from .fused import prepare_optimizer
@@ -31,7 +32,7 @@ from .saving import Saver
 from .schedule import ScheduleFactory
 from .settings import Settings
 from .sources import data_to_train_on, data_to_validate_on
-from .update import MAILBOX_SIZE, Updater
+from .update import Updater
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..strategies.errors import DistributedError, in_words
 from ..strategies.mailbox import Mailbox
-from .agreement import AGREED, Agreement
+from .agreement import Agreement, Slots
 from .counters import Counters
 from .divergence import Divergence
 from .fused import lands_on_the_device
@@ -31,8 +31,6 @@ from .settings import Settings
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-MAILBOX_SIZE = AGREED + 2  # norm, scale
 
 
 class Updater:
@@ -58,7 +56,8 @@ class Updater:
     ) -> None:
         self._trainer, self._policy = trainer, policy
         self.optimizers, self._schedules = list(optimizers), [s for s in schedules if s.interval == "step"]
-        self._precision, self._distribution, self._mailbox = trainer.precision, trainer.distribution, mailbox
+        self._precision, self._distribution = trainer.precision, trainer.distribution
+        self._mailbox, self._slots = mailbox, Slots(*mailbox.slots)
         self._counters, self._after_step = counters, after_step
         self._clip_norm, self._clip_value = settings.clip_norm, settings.clip_value
         # The scaler of fp16 skips overflows whatever the guard says: a scale without that is no scale.
@@ -88,7 +87,7 @@ class Updater:
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
-                optimizer.found_inf = mailbox.slots[0]  # type: ignore[attr-defined]
+                optimizer.found_inf = self._slots.skip  # type: ignore[attr-defined]
         #: Whether ranks have something to do together at a step; the run says so.
         self.meets_at: Callable[[int], bool] = lambda step: False
         self._pending: Callable[[], Outcome] | None = None
@@ -116,26 +115,25 @@ class Updater:
             self.applied += 1
             self._pending = lambda: self._without_gradients(drawn)
             return
-        skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
-        precision = self._precision
+        slots, precision = self._slots, self._precision
         if self._scale_used is None and precision.scale is not None:
             self._scale_used = precision.first_scale
         norms: Tensor | None = None
 
         if self._may_skip:
-            skip.zero_()
+            slots.skip.zero_()
         if self._guard:
-            precision.unscale(gradients, non_finite)
-            norms = self._check_norm(gradients, norm, skip)
+            precision.unscale(gradients, slots.non_finite)
+            norms = self._check_norm(gradients)
         if self._before_step:
             for optimizer in self.optimizers:
                 for hook in self._before_step:
                     hook(self._trainer, self._policy, optimizer)
             gradients = self._gradients()
             if self._guard:  # what was edited is checked again, still before any clipping, and leaves the scale alone
-                edited.zero_()
-                precision.find_non_finite(gradients, edited)
-                norms = self._check_norm(gradients, norm, skip)
+                slots.edited.zero_()
+                precision.find_non_finite(gradients, slots.edited)
+                norms = self._check_norm(gradients)
         if self._together:
             meets = self.meets_at(self.aimed_step)  # user code, so before the first collective of the agreement
             self._distribution.sync_buffers(self._policy)
@@ -146,14 +144,14 @@ class Updater:
             names = tuple(name for name, p in self._named.items() if p.grad is not None)
         read = partial(self._read, norms, names, drawn, losses)
         try:
-            self._move(gradients, norm)
+            self._move(gradients)
         except BaseException:
             if self._together:  # on the other ranks the update is made
                 self.lacks_update = True
-                self._move_scale_and_send(non_finite, scale_slot)
+                self._move_scale_and_send()
                 self._close(read)
             raise
-        self._move_scale_and_send(non_finite, scale_slot)
+        self._move_scale_and_send()
         try:
             for hook in self._before_zero_grad:
                 for optimizer in self.optimizers:
@@ -166,9 +164,9 @@ class Updater:
         self.aimed_step = self._counters.step + 1
         self._states = [len(optimizer.state) for optimizer in self.optimizers]
 
-    def _move(self, gradients: list[Tensor], norm: Tensor) -> None:
+    def _move(self, gradients: list[Tensor]) -> None:
         """Clip, and let the optimizers step unless the update is a skip."""
-        self._clip(gradients, norm)
+        self._clip(gradients)
         if not self._may_skip or self._on_device:
             self._step_all()
         else:
@@ -176,10 +174,10 @@ class Updater:
             if not self._mailbox.read()[0]:
                 self._step_all()
 
-    def _move_scale_and_send(self, non_finite: Tensor, scale_slot: Tensor) -> None:
+    def _move_scale_and_send(self) -> None:
         if self._precision.scale is not None:
-            self._precision.settle_scale(non_finite)
-            scale_slot.copy_(self._precision.scale)
+            self._precision.settle_scale(self._slots.non_finite)
+            self._slots.scale.copy_(self._precision.scale)
         self._mailbox.send()
 
     def _take_losses(self) -> dict[int, Tensor]:
@@ -191,12 +189,12 @@ class Updater:
             parameter.grad = None
         self._pending, self._checks_left = read, self._checks
 
-    def _check_norm(self, gradients: list[Tensor], norm: Tensor, skip: Tensor) -> Tensor:
+    def _check_norm(self, gradients: list[Tensor]) -> Tensor:
         """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
         self._checks_left -= 1
         norms = self._norms(gradients)
-        torch.linalg.vector_norm(norms, out=norm)
-        self._precision.find_non_finite([norm], skip)
+        torch.linalg.vector_norm(norms, out=self._slots.norm)
+        self._precision.find_non_finite([self._slots.norm], self._slots.skip)
         return norms
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
@@ -215,17 +213,16 @@ class Updater:
         """Take part in the update of a window when this rank has failed: no rank's weights move."""
         self._begin()
         drawn, gradients = self._counters.micro_batches, [torch.zeros(1, device=self._mailbox.on_device.device)]
-        skip, non_finite, edited, *_, norm, scale_slot = self._mailbox.slots
         while self._checks_left > 0:
-            self._check_norm(gradients, norm, skip)
-        for flag in (non_finite, edited):
+            self._check_norm(gradients)
+        for flag in (self._slots.non_finite, self._slots.edited):
             flag.zero_()
-        skip.fill_(1.0)
+        self._slots.skip.fill_(1.0)
         self._distribution.sync_buffers(self._policy)
         self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
         self.applied += 1
-        self._clip(gradients, norm)
-        self._move_scale_and_send(non_finite, scale_slot)
+        self._clip(gradients)
+        self._move_scale_and_send()
         self._close(partial(self._read, None, (), drawn, {}))
 
     @property
@@ -237,11 +234,12 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
+    def _clip(self, gradients: list[Tensor]) -> None:
         if self._clip_value is not None:
             torch._foreach_clamp_min_(gradients, -self._clip_value)
             torch._foreach_clamp_max_(gradients, self._clip_value)
         if self._clip_norm is not None:
+            norm = self._slots.norm
             if self._clip_value is not None or not self._guard:
                 norm = torch.linalg.vector_norm(self._norms(gradients))
             # Source: torch.nn.utils.clip_grad_norm_, bit for bit, its 1e-6 included.
@@ -327,26 +325,30 @@ class Updater:
     def _read(
         self, norms: Tensor | None, names: tuple[str, ...], micro_batches: int, losses: Mapping[int, Tensor]
     ) -> Outcome:
-        skip, non_finite, edited, stop, failed, has_gradients, bad_loss, *more = self._mailbox.read().tolist()
-        meets, goes_on, next_window, norm, scale = more
-        counters = self._counters
-        landed = not (self._may_skip and skip)
+        said, counters = Slots(*self._mailbox.read().tolist()), self._counters
+        landed = not (self._may_skip and said.skip)
         if self._together:
-            told = {"meets": bool(meets), "apart": landed and bool(meets and goes_on), "next_window": next_window}
-            self.agreement.note(self.applied, stop, failed, **told)
+            self.agreement.note(self.applied, said, landed=landed)
         return Outcome(
             landed=landed,
-            reason=None if landed else _reason(failed, self._together and not has_gradients, non_finite or edited),
+            reason=None if landed else self._reason(said),
             step=counters.step + landed,
             update=counters.updates + 1,
-            grad_norm=norm if self._guard else float("nan"),
-            scale=scale if self._precision.scale is not None else None,
+            grad_norm=said.norm if self._guard else float("nan"),
+            scale=said.scale if self._precision.scale is not None else None,
             norms=norms,
             names=names,
             micro_batches=micro_batches,
             losses=losses,
-            bad_loss_rank=int(bad_loss) - 1 if bad_loss else None,
+            bad_loss_rank=int(said.bad_loss) - 1 if said.bad_loss else None,
         )
+
+    def _reason(self, said: Slots[float]) -> Reason:
+        if said.failed:
+            return "failed"
+        if self._together and not said.has_gradients:
+            return "no_gradients"
+        return "non_finite" if said.non_finite or said.edited else "norm_overflow"
 
     def _without_gradients(self, micro_batches: int) -> Outcome:
         scale, counters = self._precision.scale, self._counters
@@ -366,9 +368,3 @@ class Updater:
         """Leave the optimizers as they came; after the last update."""
         for optimizer in self.optimizers:
             vars(optimizer).pop("found_inf", None)
-
-
-def _reason(failed: float, without_gradients: bool, non_finite: float) -> Reason:
-    if failed or without_gradients:
-        return "failed" if failed else "no_gradients"
-    return "non_finite" if non_finite else "norm_overflow"

@@ -18,8 +18,7 @@ from policyfit import FP16, Callback, LossScaleCollapse, Outcome, Trainer, Train
 from policyfit.strategies import fabric_precision
 from policyfit.strategies.distributed import SingleProcess
 from policyfit.strategies.mailbox import SharedMailbox
-from policyfit.trainer.agreement import Agreement
-from policyfit.trainer.update import MAILBOX_SIZE
+from policyfit.trainer.agreement import MAILBOX_SIZE, Agreement, Slots
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -243,5 +242,5 @@ def test_losses_on_the_device_are_agreed_on_in_host_memory(rig: Rig) -> None:
     bad_losses = []
     for loss in (1.0, float("nan")):
         agreement.reach([torch.tensor(loss, device=rig.device)], meets=None, next_window=None)
-        bad_losses.append(mailbox.read()[6])
+        bad_losses.append(Slots(*mailbox.read().tolist()).bad_loss)
     assert bad_losses == [0.0, 1.0]
