@@ -28,14 +28,18 @@ class DDP(ManyProcesses):
 
     Args:
         timeout: Seconds after which a collective that some rank did not join is given up.
+        meeting_timeout: The same where ranks meet: in validation, rollouts, saves and hooks of these, where one may be
+            at work much longer than the others.
         find_unused_parameters: Look after each forward which parameters it left out, for policies that do not use
             every trainable parameter in every forward; costs a walk through the graph.
     """
 
     name = "ddp"
 
-    def __init__(self, *, timeout: float = 600.0, find_unused_parameters: bool = False) -> None:
-        super().__init__(timeout=timeout)
+    def __init__(
+        self, *, timeout: float = 600.0, meeting_timeout: float = 7200.0, find_unused_parameters: bool = False
+    ) -> None:
+        super().__init__(timeout=timeout, meeting_timeout=meeting_timeout)
         if not isinstance(find_unused_parameters, bool):
             raise ConfigError(f"DDP.find_unused_parameters must be true or false, got {find_unused_parameters!r}.")
         self.find_unused_parameters = find_unused_parameters
@@ -70,7 +74,7 @@ class DDP(ManyProcesses):
             # torch 2.13 has a new name for broadcast_buffers, which accelerate does not know.
             warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = accelerator.prepare_model(_Door(policy))
-        self.sync_buffers(policy)
+        self._take_from_rank_0(policy.buffers())
         self.backward_of_nothing(wrapped, closes=True)
         policy.zero_grad()
         return wrapped

@@ -142,8 +142,12 @@ class DistributionStrategy(ABC):
         return True
 
     @abstractmethod
-    def sync_buffers(self, policy: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, without waiting."""
+    def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
+        """Give every rank the buffers of rank 0, without waiting.
+
+        Args:
+            failed: Take part with those of the last time, whatever became of them.
+        """
 
     # Parts and wholes ----------------------------------------------------------------------------------------
 
@@ -237,5 +241,5 @@ class SingleProcess(DistributionStrategy):
         """Its own value alone."""
         return [value]
 
-    def sync_buffers(self, policy: nn.Module) -> None:
+    def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
         """They are its own."""

@@ -50,7 +50,7 @@ class FSDP(ManyProcesses):
         reduce_dtype: In what gradients are summed over ranks.
         checkpoint: "shards": each rank writes what it holds, on storage that all share. "whole": rank 0 writes all, and
             needs the memory for it.
-        timeout: Seconds after which a collective that some rank did not join is given up.
+        timeout, meeting_timeout: As in ``DDP``.
     """
 
     name = "fsdp"
@@ -67,8 +67,9 @@ class FSDP(ManyProcesses):
         reduce_dtype: Literal["float32", "bfloat16"] = "float32",
         checkpoint: Literal["shards", "whole"] = "shards",
         timeout: float = 600.0,
+        meeting_timeout: float = 7200.0,
     ) -> None:
-        super().__init__(timeout=timeout)
+        super().__init__(timeout=timeout, meeting_timeout=meeting_timeout)
         for name, count in (("shard", shard), ("replicate", replicate)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ConfigError(
@@ -141,7 +142,7 @@ class FSDP(ManyProcesses):
     def _join(self, device: torch.device) -> None:
         super()._join(device)
         if self.saves_shards:
-            self._aside = self._own_group([list(range(self.world_size))], "gloo")
+            self._aside = self._meeting_group()
         from torch.distributed.device_mesh import DeviceMesh
 
         replicate, shard = self._mesh_shape(self.world_size)
@@ -154,10 +155,10 @@ class FSDP(ManyProcesses):
         self._replica_group, self._shard_group = groups
         self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
-    def _own_group(self, ranks: list[list[int]], backend: str | None = None) -> distributed.ProcessGroup:
+    def _own_group(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
         """This rank's own of the groups, with our time limit, which a mesh of torch's making would not have."""
-        options = {"timeout": timedelta(seconds=self.timeout), "backend": backend}
-        own, _ = distributed.new_subgroups_by_enumeration(ranks, **options)  # type: ignore[no-untyped-call]
+        limit = timedelta(seconds=self.timeout)
+        own, _ = distributed.new_subgroups_by_enumeration(ranks, timeout=limit)  # type: ignore[no-untyped-call]
         assert isinstance(own, distributed.ProcessGroup)
         self._groups.append(own)
         return own
@@ -171,28 +172,19 @@ class FSDP(ManyProcesses):
 
         Raises:
             ConfigError: No units are named or declared, or they cannot be sharded.
-            DistributedError: The policy is sharded already.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
-            FSDPModule,
             MixedPrecisionPolicy,
             OffloadPolicy,
             fully_shard,
             register_fsdp_forward_method,
         )
 
-        if any(isinstance(module, FSDPModule) for module in policy.modules()):
-            raise DistributedError(
-                f"{type(policy).__name__} is sharded already, by an earlier run in this process.\n"
-                "Build it anew and load the checkpoint of that run."
-            )
         units = find_units(policy, self.units)
         check_parameters(policy, units)
         numbers = {p for p in policy.parameters() if p.dim() == 0}  # frozen ones, which stay whole on every rank
-        with torch.no_grad():
-            for tensor in (*policy.parameters(), *policy.buffers()):
-                distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
+        self._take_from_rank_0((*policy.parameters(), *policy.buffers()))
         precision = MixedPrecisionPolicy(reduce_dtype=_REDUCE_DTYPES[self.reduce_dtype], cast_forward_inputs=False)
         offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
         for unit in (*units, policy):

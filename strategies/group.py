@@ -1,7 +1,8 @@
 """What every run of several processes does alike: how they join, agree, lose each other and leave.
 
-``accelerate.PartialState`` joins the process group, with our time limit and our store; its ``gather_object`` carries
-Python values. Flags go by ``torch.distributed`` itself, since accelerate's ``reduce`` has no maximum and makes copies.
+``accelerate.PartialState`` joins the process group, with our time limit and our store. Flags go by torch itself, since
+accelerate's ``reduce`` has no maximum and makes copies; so do Python values, which accelerate's ``gather_object`` would
+send over the group of the gradients and under its time limit.
 
 Source: torch.distributed.rendezvous and TCPStore, by which torchrun's processes find each other. Its agent holds the
 store, so that it outlives the ranks: what they leave there can be read when they are gone.
@@ -16,15 +17,17 @@ import math
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from .buffers import Buffers
+from .device import CPUDevice, CUDADevice, XPUDevice
 from .distributed import DistributionStrategy, RankFailed
 from .errors import ConfigError, DistributedError, in_words
 from .facts import MachineFacts
@@ -44,7 +47,11 @@ class _Answer(NamedTuple):
     excuse: str | None = None
 
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+_BACKENDS = {
+    "cpu": CPUDevice.distributed_backend,
+    "cuda": CUDADevice.distributed_backend,
+    "xpu": XPUDevice.distributed_backend,
+}
 _runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
 
 
@@ -53,19 +60,22 @@ class ManyProcesses(DistributionStrategy):
 
     Args:
         timeout: Seconds after which a collective that some rank did not join is given up.
+        meeting_timeout: The same where ranks meet: in validation, rollouts, saves and hooks of these, where one may be
+            at work much longer than the others.
     """
 
-    def __init__(self, *, timeout: float = 600.0) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ConfigError(
-                f"{type(self).__name__}.timeout must be a number of seconds above 0, got {timeout!r}.\n"
-                "Use 600 to wait ten minutes for a rank that is late."
-            )
-        self.timeout = float(timeout)
+    def __init__(self, *, timeout: float = 600.0, meeting_timeout: float = 7200.0) -> None:
+        for name, seconds in (("timeout", timeout), ("meeting_timeout", meeting_timeout)):
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise ConfigError(
+                    f"{type(self).__name__}.{name} must be a number of seconds above 0, got {seconds!r}.\n"
+                    "Use 600 to wait ten minutes for a rank that is late."
+                )
+        self.timeout, self.meeting_timeout = float(timeout), float(meeting_timeout)
         self._roll_call: RollCall | None = None
         self._owns_group = self._owns_state = self._failed = self._is_wrapping = False
         self._groups: list[distributed.ProcessGroup] = []
-        self._buffers: tuple[nn.Module, dict[str, Mapping[str, Tensor | None]]] | None = None
+        self._buffers: Buffers | None = None
 
     def check(self, facts: MachineFacts) -> None:
         """Refuse one process, ranks that cannot find each other, and an environment that would change the run."""
@@ -128,6 +138,7 @@ class ManyProcesses(DistributionStrategy):
             )
         assert distributed.group.WORLD is not None
         self._groups = [distributed.group.WORLD]
+        self._meeting = self._meeting_group()
         self.rank, self.world_size = state.process_index, state.num_processes
         self.local_rank = state.local_process_index
         self._roll_call = RollCall(store, self.rank, self.world_size)
@@ -136,6 +147,20 @@ class ManyProcesses(DistributionStrategy):
                 f"Rank {self.rank} is local rank {self.local_rank} of its machine, but its device is {device}.\n"
                 f"Use device='{device.type}', by which each rank takes the device of its local rank."
             )
+
+    def _meeting_group(self) -> distributed.ProcessGroup:
+        """Another group of all ranks, for Python values, in which a rank may keep the others waiting for long."""
+        try:
+            limit = timedelta(seconds=self.timeout)  # for a rank that does not come to the making of the group
+            group: distributed.ProcessGroup = distributed.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"The processes of this run cannot talk over gloo, by which they exchange what is not gradients: "
+                f"{first_line(error)}.\nName the network interface between the machines in GLOO_SOCKET_IFNAME."
+            ) from error
+        self._groups.append(group)
+        _set_pg_timeout(timedelta(seconds=self.meeting_timeout), group)
+        return group
 
     def _backend(self, device: torch.device) -> str:
         return _BACKENDS[device.type]
@@ -157,6 +182,13 @@ class ManyProcesses(DistributionStrategy):
             AcceleratorState._reset_state(reset_partial_state=True)
         self._owns_group = self._owns_state = False
         self._buffers = None
+
+    @torch.no_grad()
+    def _take_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            flat = tensor.detach().contiguous()
+            distributed.broadcast(flat.view(-1).view(torch.uint8), src=0)
+            tensor.copy_(flat)
 
     def wrap(self, policy: nn.Module) -> nn.Module:
         """The policy wrapped by ``_wrap``, once all ranks have found that it is alike on them.
@@ -240,36 +272,21 @@ class ManyProcesses(DistributionStrategy):
             raise DistributedError(
                 "The run is over, and its processes have parted.\nDo in on_fit_end, at the latest, what needs them all."
             )
-        from accelerate.utils import gather_object  # type: ignore[import-untyped]
-
-        answers: list[_Answer] = gather_object([own])
+        answers: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(answers, own, group=self._meeting)
         return answers
 
-    def sync_buffers(self, policy: nn.Module) -> None:
-        """One broadcast for each type of buffer, of its bytes; none without buffers.
+    def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
+        """One broadcast for each type of buffer; none without buffers.
 
         Raises:
-            DistributedError: A buffer has left the device, for instance replaced by a new tensor.
+            DistributedError: A buffer has left the device or has another form, replaced by a new tensor.
         """
-        if self._buffers is None or self._buffers[0] is not policy:
-            self._buffers = (policy, {name: m._buffers for name, m in policy.named_modules() if m._buffers})
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for module, buffers in self._buffers[1].items():
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    if buffer.device != self._device:
-                        raise DistributedError(
-                            f"The buffer {module}{'.' if module else ''}{name} is on {buffer.device}, but the run is "
-                            f"on {self._device}.\nFill it in place (buffer.copy_(new)) instead of replacing it."
-                        )
-                    by_type.setdefault(buffer.dtype, []).append(buffer.detach())
-        for alike in by_type.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-            distributed.broadcast(flat.view(torch.uint8), src=0)
-            if self.rank != 0:
-                pieces = torch.split(flat, [buffer.numel() for buffer in alike])
-                for buffer, piece in zip(alike, pieces, strict=True):
-                    buffer.copy_(piece.view(buffer.shape))
+        if self._buffers is None or self._buffers.policy is not policy:
+            self._buffers = Buffers(policy, self._device)
+        if not failed:
+            self._buffers.look()
+        self._buffers.send(self.rank)
 
     def check_alike(self, policy: nn.Module) -> None:
         """Refuse to train policies that differ in more than their values.

@@ -23,8 +23,8 @@ def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy
     It is left for the ranks that notice later, so that they need not call again.
 
     Args:
-        timeout_s: After which a collective is given up.
-        strategy: The name by which that time is set.
+        timeout_s: After which a collective of a window is given up.
+        strategy: The name of the class where that is set.
     """
     cause = f"{type(error).__name__}: {first_line(error)}"
     patience = min(_PATIENCE_S, timeout_s)
@@ -44,8 +44,9 @@ def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy
         return words
     who = f"{named(elsewhere)} did not join it" if elsewhere else "every rank is still there"
     return (
-        f"A collective failed after at most {timeout_s:g} s (timeout); {who}. The error was {cause}.\n"
-        f"If a rank was busy with other work, use {strategy}(timeout=...) with more seconds."
+        f"A collective failed; {who}. The error was {cause}.\n"
+        f"If a rank was busy with other work, use {strategy}(timeout=...) with more than {timeout_s:g} seconds, or "
+        "meeting_timeout=... if that was a validation, a rollout, a save or a hook of these."
     )
 
 

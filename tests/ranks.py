@@ -195,6 +195,18 @@ class Edits(Callback):
             trainer.distribution.local(gradient).view(-1)[0] = math.inf
 
 
+class Overflows(Callback):
+    """The same before the update looks at the gradients, as when a rank's own part of the sum overflows."""
+
+    def __init__(self, rank: int, update: int) -> None:
+        self.rank, self.update = rank, update
+
+    def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.distribution.rank == self.rank and trainer.updates == self.update:
+            gradient = next(p.grad for p in policy.parameters() if p.grad is not None)
+            trainer.distribution.local(gradient).view(-1)[0] = math.inf
+
+
 class Stops(Callback):
     def __init__(self, rank: int, after: int) -> None:
         self.rank, self.after = rank, after
@@ -216,6 +228,17 @@ class SavesAlone(Callback):
     def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
         if trainer.distribution.rank == self.rank:
             trainer.save_checkpoint()
+
+
+class Rates(Callback):
+    """How many samples a step has by the records of the log."""
+
+    def __init__(self) -> None:
+        self.samples_a_step = list[float]()
+
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None:
+        if "steps_per_s" in record:
+            self.samples_a_step.append(record["samples_per_s"] / record["steps_per_s"])
 
 
 class Events(Callback):

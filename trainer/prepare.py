@@ -118,6 +118,12 @@ def dry_run(
 def _checked(policy: nn.Module, precision: PrecisionStrategy) -> PolicyAdapter:
     """The adapter of a policy that can be trained."""
     adapter = adapt(policy)
+    # By its name: the class takes more than a second to import.
+    if any(base.__name__ == "FSDPModule" for module in policy.modules() for base in type(module).__mro__):
+        raise ConfigError(
+            f"{class_of(policy).__name__} is sharded already, by fully_shard or by an earlier run in this process.\n"
+            "Build it anew, and load the checkpoint of that run; Trainer(distributed=FSDP(wrap=...)) shards it."
+        )
     trainable(policy)
     if precision.masters:
         check_parameters(policy.named_parameters())

@@ -218,7 +218,7 @@ class Updater:
         for flag in (self._slots.non_finite, self._slots.edited):
             flag.zero_()
         self._slots.skip.fill_(1.0)
-        self._distribution.sync_buffers(self._policy)
+        self._distribution.sync_buffers(self._policy, failed=True)
         self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
         self.applied += 1
         self._clip(gradients)

@@ -109,7 +109,7 @@ def interrupted(distributed: str, method: str) -> tuple[str, bool]:
     return "", True
 
 
-@pytest.mark.parametrize(("distributed", "method"), [("ddp", "excuse"), ("fsdp", "_own_group")])
+@pytest.mark.parametrize(("distributed", "method"), [("ddp", "excuse"), ("fsdp", "_meeting_group")])
 def test_interrupt_before_the_first_batch_leaves_the_others(distributed: str, method: str) -> None:
     (others, they_are_in), own = run(interrupted, distributed, method, limit_s=40.0)
     assert own == ("KeyboardInterrupt", False)

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 from processes import outcomes_of, run
-from ranks import SAMPLES, Policy, Rolls, Walk, train
+from ranks import SAMPLES, Policy, Rolls, Samples, Walk, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from policyfit import Callback, Trainer
+from policyfit import DDP, FSDP, Callback, ConfigError, Trainer
 from policyfit.strategies.group import ManyProcesses
 from policyfit.trainer.checkpoint import read_checkpoint
 from policyfit.trainer.pieces import Pieces
@@ -57,22 +58,30 @@ def grown(folders: list[str]) -> list[dict[str, Any]]:
     return [drawing(folder, "ddp", {"steps": 12, "batch_size": 4, "resume": "last"}) for folder in folders]
 
 
-def test_a_rank_that_joins_at_a_resume_draws_a_stream_of_its_own_and_the_order_of_the_data_stays(
+def test_ranks_draw_different_streams_from_the_first_batch_on(tmp_path: Path) -> None:
+    ranks = run(drawing, str(tmp_path / "run"), "ddp", {"steps": 2})
+    values = [value for rank in ranks for draws in rank["drawn"] for value in draws]
+    assert len(set(values)) == 2 * 2 * 3
+
+
+def test_ranks_that_join_at_a_resume_draw_streams_of_their_own_and_the_order_of_the_data_stays(
     tmp_path: Path,
 ) -> None:
-    drawing(str(tmp_path / "a"), "none", {"steps": 3, "batch_size": 8})
+    drawing(str(tmp_path / "a"), "none", {"steps": 3, "batch_size": 12})
     for copy in ("b", "alone"):
         shutil.copytree(tmp_path / "a", tmp_path / copy, symlinks=True)
-    alone = drawing(str(tmp_path / "alone"), "none", {"steps": 12, "batch_size": 8, "resume": "last"})
-    first, second = run(grown, [str(tmp_path / "a"), str(tmp_path / "b")])
+    alone = drawing(str(tmp_path / "alone"), "none", {"steps": 12, "batch_size": 12, "resume": "last"})
+    ranks = run(grown, [str(tmp_path / "a"), str(tmp_path / "b")], ranks=3)
+    first, second, third = ranks
     assert first[0]["drawn"] == alone["drawn"]
-    assert second[0]["drawn"] == second[1]["drawn"]  # derived, so the same again
-    values = [value for rank in (first[0], second[0]) for draws in rank["drawn"] for value in draws]
-    assert len(set(values)) == 2 * 3 * 9
+    for new in (second, third):
+        assert new[0]["drawn"] == new[1]["drawn"]  # derived, so the same again
+    values = [value for rank in ranks for draws in rank[0]["drawn"] for value in draws]
+    assert len(set(values)) == 3 * 3 * 9
     assert "reset: the random streams of the new ranks, so it is not bit for bit the same run" in first[0]["plan"]
-    epoch = [first[0]["ids"][-6:], second[0]["ids"][-6:]]
-    seen = [index for ids in (*epoch[0], *epoch[1][:-1]) for index in ids]  # the last one pads
-    assert sorted(seen) == list(range(SAMPLES))
+    seen = [index for rank in ranks for ids in rank[0]["ids"][-4:] for index in ids]  # those of the last epoch
+    assert sorted(set(seen)) == list(range(SAMPLES))
+    assert len(seen) == 4 * 3 * 4  # as the last window is padded
 
 
 # Checkpoints -------------------------------------------------------------------------------------------------
@@ -265,9 +274,105 @@ def test_an_environment_that_breaks_on_one_rank_ends_all_in_time_and_is_told(
     assert "OSError: the simulator does not start" in texts[1 - rank]
 
 
-def validated(run_dir: str) -> str:
-    from ranks import Samples
+class SlowWalk(Walk):
+    """Takes longer to begin on rank 0 than a collective may."""
 
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if os.environ["RANK"] == "0":
+            time.sleep(6.0)
+        return super().reset(seed=seed, options=options)
+
+
+class RollsSlowly(Rolls):
+    """Plays one episode, once, while the other rank has none to play."""
+
+    def due(self, step: int) -> bool:
+        return step == 2
+
+    def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.evaluate(policy, SlowWalk, episodes=1)
+
+
+def rolling_slowly(folder: str, distributed: str) -> int:
+    strategy = DDP(timeout=4.0) if distributed == "ddp" else FSDP(timeout=4.0)
+    trainer = Trainer(
+        "cpu", max_steps=4, batch_size=4, run_dir=folder, distributed=strategy, callbacks=[RollsSlowly(2)]
+    )
+    trainer.fit(Policy(), Samples())
+    return trainer.step
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_a_rollout_that_lasts_longer_than_a_collective_may_ends_no_run(tmp_path: Path, distributed: str) -> None:
+    assert run(rolling_slowly, str(tmp_path / "run"), distributed, limit_s=40.0) == [4, 4]
+
+
+class Replaces(Policy):
+    """On one rank a buffer is replaced in the third forward: by another type or size, or by none."""
+
+    def __init__(self, rank: int, by: str) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.left, self.by = 2 if str(rank) == os.environ["RANK"] else -1, by
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        if self.left == 0:
+            self.mean = {"type": torch.zeros(3, dtype=torch.float64), "size": torch.zeros(5), "none": None}[self.by]
+        self.left -= 1
+        self.cache = torch.zeros(2 + self.left % 2)
+        return super().forward(batch)
+
+
+def replacing(folder: str, distributed: str) -> list[str]:
+    errors = []
+    for rank, by in ((0, "type"), (1, "size"), (1, "none")):
+        trainer = Trainer("cpu", max_steps=9, batch_size=4, run_dir=f"{folder}/{by}", distributed=distributed)
+        try:
+            trainer.fit(Replaces(rank, by), Samples())
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_a_buffer_that_is_replaced_on_one_rank_ends_all_in_order_by_its_name(tmp_path: Path, distributed: str) -> None:
+    first, second = run(replacing, str(tmp_path), distributed, limit_s=60.0)
+    forms = {"type": "float64 of shape (3,)", "size": "float32 of shape (5,)", "none": "not there"}
+    told = [(first[0], second[0]), (second[1], first[1]), (second[2], first[2])]
+    for (own, other), (by, form) in zip(told, forms.items(), strict=True):
+        assert own.splitlines()[0] == f"The buffer mean was float32 of shape (3,), and is now {form}."
+        assert "so all ended after update 4: DistributedError: The buffer mean was" in other
+        saved = read_checkpoint(tmp_path / by / "checkpoints" / "last")
+        assert saved.manifest["counters"]["step"] == 2
+        assert saved.model["mean"].tolist() == [0.0] * 3
+
+
+def sharded_twice(folder: str) -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    trainer = Trainer("cpu", max_steps=2, run_dir=folder, distributed="fsdp")
+    policy = Policy()
+    trainer.fit(policy, Samples())
+    torch.distributed.init_process_group("gloo")
+    by_hand = nn.Sequential(nn.Linear(6, 3))
+    fully_shard(by_hand)
+    errors = []
+    for again in (policy, by_hand):
+        for distributed in ("ddp", "fsdp"):
+            try:
+                Trainer("cpu", max_steps=2, distributed=distributed).fit(again, Samples())
+            except ConfigError as error:
+                errors.append(str(error).splitlines()[0].partition(" is ")[2])
+    return errors
+
+
+def test_a_policy_that_is_sharded_already_is_refused(tmp_path: Path) -> None:
+    for errors in run(sharded_twice, str(tmp_path / "run")):
+        assert errors == ["sharded already, by fully_shard or by an earlier run in this process."] * 4
+
+
+def validated(run_dir: str) -> str:
     class Dies(Policy):
         def forward(self, batch: Any) -> Any:
             if os.environ["RANK"] == "1":

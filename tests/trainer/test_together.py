@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import outcomes_of, run
-from ranks import OPTIMIZERS, Policy, Stops, close, job, same, train, weights
+from ranks import OPTIMIZERS, Overflows, Policy, Rates, Stops, close, job, same, train, weights
 
 from policyfit import Checkpoint, ConfigError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
@@ -68,6 +68,33 @@ def test_gradient_that_goes_bad_after_the_reduction_on_one_rank_skips_on_all(
     scales = {scale for *_, scale in ranks[0]["outcomes"]}
     assert scales == ({None} if precision == "no" else {256.0, 512.0})  # an edit says nothing about the scale
     assert all(math.isfinite(float(value.sum())) for value in weights(ranks[0]).values())
+
+
+def overflowing(folder: str, distributed: str, rank: int) -> dict[str, Any]:
+    return train(f"{folder}/run", distributed, precision="fp16", steps=4, extra=[Overflows(rank, update=2)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_gradient_that_overflows_in_the_part_of_one_rank_moves_the_scale_of_all(
+    tmp_path: Path, distributed: str, rank: int
+) -> None:
+    first, second = run(overflowing, str(tmp_path), distributed, rank)
+    assert first["outcomes"] == second["outcomes"]
+    assert [reason for _, reason, _ in first["outcomes"]] == [None, None, "non_finite", None, None]
+    assert first["outcomes"][2][2] == first["outcomes"][1][2] / 2
+
+
+def rated(folder: str, settings: dict[str, Any]) -> list[float]:
+    rates = Rates()
+    train(f"{folder}/run", "ddp", extra=[rates], **settings)
+    return rates.samples_a_step
+
+
+def test_samples_per_second_are_those_of_all_ranks(tmp_path: Path) -> None:
+    settings = {"steps": 6, "batch_size": 2, "accumulate": 2}
+    for rank in run(rated, str(tmp_path), settings):
+        assert rank[:2] == pytest.approx([2 * 2 * 2] * 2)  # before the epoch's last window, which has less
 
 
 def stopped(folder: str, distributed: str, rank: int) -> Any:
