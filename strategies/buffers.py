@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, distributed, nn
 
 from .errors import DistributedError
+
+
+class _Form(NamedTuple):
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {(*self.shape,)} on {self.device}"
 
 
 class Buffers:
@@ -16,9 +27,10 @@ class Buffers:
     """
 
     def __init__(self, policy: nn.Module, device: torch.device) -> None:
-        self.policy, self._device = policy, device
+        self.policy = policy
         self._modules = [(f"{name}.".lstrip("."), m) for name, m in policy.named_modules() if m._buffers]
         self._known = self._found()
+        self._forms = {name: _Form(buffer.dtype, buffer.shape, device) for name, buffer in self._known.items()}
 
     def look(self) -> None:
         """Take the buffers as they are now.
@@ -27,20 +39,18 @@ class Buffers:
             DistributedError: One has left the device, or has another form than before, on this rank at least.
         """
         found = self._found()
-        for name in self._known.keys() | found.keys():
-            before, now = self._known.get(name), found.get(name)
-            if now is not None and now.device != self._device:
-                what = f"is on {now.device}, but the run is on {self._device}"
-            elif before is None or now is None or (before.dtype, before.shape) != (now.dtype, now.shape):
-                what = f"was {_form(before)}, and is now {_form(now)}"
-            else:
-                continue
+        forms = {name: _Form(buffer.dtype, buffer.shape, buffer.device) for name, buffer in found.items()}
+        if forms != self._forms:
+            names = [*self._forms, *forms]
+            name = next(name for name in names if forms.get(name) != self._forms.get(name))
             raise DistributedError(
-                f"The buffer {name} {what}.\nFill it in place (buffer.copy_(new)) instead of replacing it; if it is "
-                "derived from others, register it with persistent=False."
+                f"The buffer {name} was to be {self._forms.get(name, 'not there')}, but is {forms.get(name, 'gone')}.\n"
+                "Fill it in place (buffer.copy_(new)) instead of replacing it, or if it is derived from others, register "
+                "it with persistent=False."
             )
-        self._known = found
+        self._known = {name: found[name] for name in self._forms}  # in the same order on all ranks
 
+    @torch.no_grad()
     def send(self, rank: int) -> None:
         """Those of the last look: one broadcast for each type, of its bytes."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -56,12 +66,8 @@ class Buffers:
 
     def _found(self) -> dict[str, Tensor]:
         return {
-            prefix + name: buffer.detach()
+            prefix + name: buffer
             for prefix, module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
-
-
-def _form(buffer: Tensor | None) -> str:
-    return "not there" if buffer is None else f"{str(buffer.dtype).removeprefix('torch.')} of shape {(*buffer.shape,)}"
