@@ -157,6 +157,7 @@ class EMA(Callback):
     def _begin(self, trainer: Trainer, policy: nn.Module) -> None:
         held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
         self._here = trainer.distribution.local
+        trainer.distribution.release()  # else what a forward has left gathered is not among the policy's parameters
         self._parameters = [p for p in policy.parameters() if id(p) in held]
         self._averages = [
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters

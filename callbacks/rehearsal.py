@@ -123,7 +123,8 @@ def _storages(tensor: Tensor) -> Iterator[UntypedStorage]:
     """The memory in which the values of a tensor are, of whatever kind."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
+            if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor names its mesh as well
+                yield from _storages(part)
     elif tensor.layout is not torch.strided:
         yield (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).untyped_storage()
     elif not tensor.is_meta:

@@ -9,16 +9,16 @@ Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
+from .errors import CallbackError
 from .roll_call import RollCall
 
-_NO_MORE = ()  # the end of a micro-batch
+_MARK = ()  # between them, a collective of the run's own, or the end of a micro-batch
 
 
 class _Gather(NamedTuple):
@@ -43,13 +43,15 @@ class _Reduction(NamedTuple):
 class Collectives:
     """Notes the all-gathers and reduce-scatters of a policy's units, and makes those of the others.
 
+    They stand in one order with the run's own collectives, which are marks between them.
+
     Args:
         units: The modules that ``fully_shard`` has made its own, the policy itself as the last.
         device: The policy's, on which gradients of zero are made.
         shards: The group of ranks that hold the shards of one copy.
         replicas: The group of ranks that hold the same shards; ``None`` where there are no others.
         roll_call: Where ranks are asked what they do.
-        timeout: Seconds to wait for an answer.
+        is_silent: Whether no forward may talk now.
     """
 
     def __init__(
@@ -60,86 +62,64 @@ class Collectives:
         shards: distributed.ProcessGroup,
         replicas: distributed.ProcessGroup | None,
         roll_call: RollCall,
-        timeout: float,
+        is_silent: Callable[[], bool],
     ) -> None:
         self._units, self._device, self.shards, self._replicas = units, device, shards, replicas
-        self._roll_call, self._timeout = roll_call, timeout
+        self._roll_call, self._is_silent = roll_call, is_silent
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._number = self._made = 0  # micro-batches so far, and collectives in the one under way
-        self._under_way = False  # also after an error, until the rest is made
+        self._number = 0  # of the next in the order
+        self._has_failed = False
         for number, unit in enumerate(units):
             unit.set_custom_all_gather(_AllGather(self, _Gather(number)))
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
-    @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Note the collectives of a forward and its backward."""
-        self._begin()
-        yield
-        self._under_way = False
-        self._roll_call.note(self._place, _NO_MORE)
+    def note(self, one: _Gather | _Reduction | tuple[()]) -> None:
+        """What is about to be done.
 
-    def _begin(self) -> None:
-        if self._number == 0:
-            self._wake()
-        self.reshard()  # else what a callback's forward left gathered is computed with, after the weights have moved
+        Raises:
+            CallbackError: No rank can know when the others do it.
+        """
+        if one and self._is_silent():
+            raise CallbackError(
+                "A sharded policy was run in on_update_end, to which each rank comes in its own time, and its weights "
+                "could not be gathered.\nRun it in on_due or on_train_batch_end."
+            )
+        self._roll_call.note(str(self._number), one)
         self._number += 1
-        self._made, self._under_way = 0, True
 
-    @property
-    def _place(self) -> str:
-        return f"{self._number}/{self._made}"
+    def mark(self, patience_s: float) -> None:
+        """The end of a micro-batch, or a collective of the run's own, is next; a rank that failed makes all before it.
 
-    def note(self, one: _Gather | _Reduction) -> None:
-        """What is about to be done; left out where it is not in a micro-batch."""
-        if self._under_way:
-            self._roll_call.note(self._place, one)
-            self._made += 1
-
-    def repeat(self) -> None:
-        """Make those of a micro-batch that has not begun, or the rest of those of one that an error broke off.
-
-        Where all ranks have failed, each has made what any of them had begun: they stand at the same place.
+        Where all ranks have failed, each makes what any of them had begun: so they stand at the same place.
 
         Raises:
             DistError: Nobody tells in time what they are.
         """
-        if self._under_way:
-            self._reshard_all()
-        else:
-            self._begin()
-        self._under_way = False
-        while one := self._roll_call.ask(self._place, self._timeout):
-            self._made += 1
+        if not self._has_failed:
+            self.note(_MARK)
+            return
+        while one := self._roll_call.ask(str(self._number), patience_s):
             match one:
                 case [unit]:
-                    self._units[unit].unshard()
+                    self._units[unit].unshard()  # which comes to note it
                     self._units[unit].reshard()
                 case [numel, dtype, op]:
                     self._reduce_nothing(_Reduction(numel, dtype, op))
+                    self._number += 1
+        self._number += 1
 
-    def reshard(self) -> None:
-        """Let go of units that are still gathered, as after a forward outside of micro-batches."""
-        for unit in self._units:
-            unit.reshard()
+    def fail(self) -> None:
+        """This rank has failed: from now on it makes what the others do."""
+        if not self._has_failed:
+            self._has_failed = True
+            # Have no unit gathered, nor about to be, wherever the error found it. Without this ``reshard`` does nothing
+            # within a forward; it stays so, since none comes any more.
+            for unit in self._units:
+                unit.set_reshard_after_forward(True, recurse=False)
+            self.wake()  # which ends a gather that was begun
 
-    def _reduce_nothing(self, one: _Reduction) -> None:
-        zeros = torch.zeros(one.numel, dtype=getattr(torch, one.dtype), device=self._device)
-        own, op = zeros.new_empty(one.numel // self.shards.size()), getattr(distributed.ReduceOp, one.op)
-        if self.shards.size() > 1:
-            _reduce_scatter()(own, zeros, op=op, group=self.shards)
-        if self._replicas is not None:
-            distributed.all_reduce(own, op=op, group=self._replicas)
-
-    def _reshard_all(self) -> None:
-        """Have no unit gathered, nor about to be, wherever the error found it."""
-        for unit in self._units:
-            # Else ``reshard`` does nothing within a forward; it stays so, since no forward comes any more.
-            unit.set_reshard_after_forward(True, recurse=False)
-        self._wake()  # which ends a gather that was begun
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Gather every unit without the others and let it go.
 
         Once before all else, since torch fails in a backward that comes to a unit never gathered; and not in ``wrap``,
@@ -152,6 +132,14 @@ class Collectives:
                 unit.reshard()
         finally:
             self.is_mute = False
+
+    def _reduce_nothing(self, one: _Reduction) -> None:
+        zeros = torch.zeros(one.numel, dtype=getattr(torch, one.dtype), device=self._device)
+        own, op = zeros.new_empty(one.numel // self.shards.size()), getattr(distributed.ReduceOp, one.op)
+        if self.shards.size() > 1:
+            _reduce_scatter()(own, zeros, op=op, group=self.shards)
+        if self._replicas is not None:
+            distributed.all_reduce(own, op=op, group=self._replicas)
 
 
 class _AllGather:

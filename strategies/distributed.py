@@ -49,6 +49,8 @@ class DistributionStrategy(ABC):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    #: Whether ranks are where each comes in its own time, so that no forward may talk to the others.
+    is_silent: bool = False
     #: Whether parameters, gradients and optimizer state are shards on each rank, so that every forward talks.
     is_sharded: bool = False
 
@@ -82,6 +84,9 @@ class DistributionStrategy(ABC):
         Every rank has the weights and buffers of rank 0 afterwards.
         """
 
+    def ready(self, policy: nn.Module) -> None:
+        """The wrapped policy is as it trains, with its weights, and hooks are about to see it; does not talk."""
+
     def through(self, module: nn.Module, step: Callable[..., T]) -> Callable[..., T]:
         """``step``, a function that runs the policy, called through a module of ``wrap`` as its forward has to be."""
         return step
@@ -96,6 +101,9 @@ class DistributionStrategy(ABC):
         Raises:
             DistributedError: That cannot be.
         """
+
+    def fail(self) -> None:
+        """This rank has failed: it computes nothing any more, and takes part in what the others do."""
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """Take this rank's part in a micro-batch that it cannot compute, with gradients of zero.

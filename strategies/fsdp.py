@@ -96,6 +96,8 @@ class FSDP(ManyProcesses):
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.reduce_dtype = reduce_dtype
         self._sums = torch.float64  # squares do not overflow in it
+        self._collectives: Collectives | None = None
+        self._sharded: list[tuple[Any, bool]] = []  # units, with whether each is let go after its forward
 
     def check(self, facts: MachineFacts) -> None:
         """Refuse also a torch that is too old, and a mesh that is not made of the launched ranks."""
@@ -141,6 +143,7 @@ class FSDP(ManyProcesses):
 
     def _join(self, device: torch.device) -> None:
         super()._join(device)
+        self._collectives = None
         if self.saves_shards:
             self._aside = self._meeting_group()
         from torch.distributed.device_mesh import DeviceMesh
@@ -203,8 +206,9 @@ class FSDP(ManyProcesses):
             shards=self._shard_group,
             replicas=self._replica_group,
             roll_call=self._roll_call,
-            timeout=self.timeout,
+            is_silent=lambda: self.is_silent,
         )
+        self._sharded = [(unit, self._reshards(unit, policy)) for unit in (*units, policy)]
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
@@ -214,11 +218,19 @@ class FSDP(ManyProcesses):
         """Not the policy's own weights: backward begins with them."""
         return self.reshard_after_forward and unit is not policy
 
+    def ready(self, policy: Any) -> None:
+        """Units know their types and their root, which else would be the first that a hook calls."""
+        assert self._collectives is not None
+        policy._get_fsdp_state()._lazy_init()
+        self._collectives.wake()
+
     @contextmanager
     def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
         """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
-        with self._collectives.micro_batch(), nullcontext() if closes else _without_reduction(module):
+        self.release()
+        with nullcontext() if closes else _without_reduction(module):
             yield
+        self._own_next(self.timeout)
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """Refused: each backward gathers weights, and sums of gradients belong on every rank.
@@ -235,16 +247,29 @@ class FSDP(ManyProcesses):
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
-        self._collectives.repeat()
+        self._own_next(self.timeout)
 
     def release(self) -> None:
         """The policy's parameters are shards again."""
-        self._collectives.reshard()
+        for unit, reshards in self._sharded:
+            unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
+            unit.reshard()
+            unit.set_reshard_after_forward(reshards, recurse=False)
+
+    def fail(self) -> None:
+        """From now on it asks the others which gathers and reductions they make, and makes these."""
+        if self._collectives is not None:
+            self._collectives.fail()
+
+    def _own_next(self, patience_s: float) -> None:
+        if self._collectives is not None:
+            self._collectives.mark(patience_s)
 
     # Parts and wholes ----------------------------------------------------------------------------------------
 
     def norms(self, norms: Tensor) -> Tensor:
         """The root of the sum of squares over the ranks that share a gradient; what is not finite stays so."""
+        self._own_next(self.timeout)
         squares = norms.to(self._sums).square_()
         distributed.all_reduce(squares, group=self._shard_group)
         return squares.sqrt_().to(norms.dtype)

@@ -224,6 +224,7 @@ class ManyProcesses(DistributionStrategy):
             RankFailed: A rank came with an excuse.
             DistributedError: Ranks came from different places.
         """
+        self._own_next(self.meeting_timeout)
         answers = self._answers(_Answer(place, value))
         failed = next(((rank, answer.excuse) for rank, answer in enumerate(answers) if answer.excuse is not None), None)
         if failed is not None:
@@ -260,12 +261,21 @@ class ManyProcesses(DistributionStrategy):
             return False
         own = in_words(error)
         try:
+            self.fail()
+            self._own_next(self.meeting_timeout)
             answers = self._answers(_Answer("its end", None, own))
         except RuntimeError:  # they have left
             return False
         # In its dict, since a frozen dataclass takes no attribute.
         vars(error)["is_told"] = own == next(answer.excuse for answer in answers if answer.excuse is not None)
         return True
+
+    def _own_next(self, patience_s: float) -> None:
+        """Before each collective of the run's own, for a strategy whose forwards have some too.
+
+        Args:
+            patience_s: How long a rank that has failed waits to be told of those that the others make before it.
+        """
 
     def _answers(self, own: _Answer) -> list[_Answer]:
         if not self._groups:
@@ -286,6 +296,7 @@ class ManyProcesses(DistributionStrategy):
             self._buffers = Buffers(policy, self._device)
         if not failed:
             self._buffers.look()
+        self._own_next(self.timeout)
         self._buffers.send(self.rank)
 
     def check_alike(self, policy: nn.Module) -> None:

@@ -66,6 +66,7 @@ def end_together(run: Run, error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
     try:
         if not place.meeting:
+            ranks.fail()
             run.updater.agreement.has_failed = True
             while not _others_meet(run):
                 _stand_in(run)

@@ -300,6 +300,7 @@ class Run:
 
     def start(self) -> None:
         """The policy may report from now on, has no gradients yet, and steps per second count from here."""
+        self.distribution.ready(self.policy)
         self.adapter.attach(self.trainer.log)
         self.policy.zero_grad()
         self.updater.divergence.watch_buffers()

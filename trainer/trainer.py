@@ -458,6 +458,7 @@ class Trainer(RunView):
         """Eval mode, and what callbacks put in place for it; modes, weights and random streams come back exactly."""
         if self._run is not None and self._status == "running":
             self._run.updater.settle()  # what stands in for the weights must know of every update
+        self.distribution.release()  # and the weights are to be those that it finds
         before, self._evaluating = self._evaluating, True
         try:
             with (

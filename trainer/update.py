@@ -231,6 +231,7 @@ class Updater:
         return self._together and self.agreement.ends(self.applied)
 
     def _step_all(self) -> None:
+        self._distribution.release()  # else a forward after it has the old weights, if a callback's forward left some
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -267,10 +268,11 @@ class Updater:
         if self._pending is None:
             return
         read, self._pending, self.settling = self._pending, None, True
+        self._distribution.is_silent = True
         try:
             self._settle(read())
         finally:
-            self.settling = False
+            self.settling = self._distribution.is_silent = False
 
     def _settle(self, outcome: Outcome) -> None:
         lr = self.optimizers[0].param_groups[0]["lr"]

@@ -218,32 +218,6 @@ class Probes(Callback):
             policy({"x": torch.ones(2, 6), "y": torch.ones(2, 3), "factor": torch.ones(2)})
 
 
-class ProbesInside(Callback):
-    """Runs the policy without a backward in a hook of the second window, between its backward and the step."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self._probe)
-
-    def _probe(self, trainer: Trainer, policy: Any, *_: Any) -> None:
-        if trainer.micro_batches == 1:
-            with torch.no_grad():
-                policy({"x": torch.ones(2, 6), "y": torch.ones(2, 3), "factor": torch.ones(2)})
-
-    def on_after_backward(self, trainer: Trainer, policy: Any) -> None: ...
-    def on_before_optimizer_step(self, trainer: Trainer, policy: Any, optimizer: Any) -> None: ...
-
-
-def probed_inside(folder: str, hooks: list[str]) -> list[Any]:
-    extra = [[ProbesInside(hook)] if hook else [] for hook in hooks]
-    return [train(f"{folder}/{hook}", "fsdp", steps=4, extra=own) for hook, own in zip(hooks, extra, strict=True)]
-
-
-def test_forward_of_a_callback_in_a_window_leaves_no_old_weights_gathered(tmp_path: Path) -> None:
-    without, *others = run(probed_inside, str(tmp_path), ["", "on_after_backward", "on_before_optimizer_step"])[0]
-    for other in others:
-        same(weights(other), weights(without))
-
-
 def probed(folder: str, draw: int) -> str:
     try:
         train(f"{folder}/run", "fsdp", steps=30, extra=[Probes(), Fails(1, "on_before_backward", draw)])

@@ -1,0 +1,161 @@
+"""Callbacks that run a sharded policy: in any hook, the run stays the run, and ends in order where one rank fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failing import Fails
+from processes import run
+from ranks import Policy, Samples, same, train, weights
+
+from policyfit import FSDP, Callback, PrecisionAudit, Trainer
+from policyfit.trainer.checkpoint import read_checkpoint
+
+HOOKS = [
+    "on_fit_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_log",
+    "on_validation_start",
+    "on_validation_end",
+    "on_due",
+    "on_save_checkpoint",
+    "on_train_epoch_end",
+]
+
+
+def _forward(policy: Any) -> None:
+    with torch.no_grad():
+        policy({"x": torch.ones(2, 6), "y": torch.ones(2, 3), "factor": torch.ones(2)})
+
+
+class Probes(Fails):
+    """Runs the policy in one hook, wherever it comes; broken off in the middle if ``breaks``."""
+
+    def __init__(self, hook: str, breaks: bool = False) -> None:
+        super().__init__(-1, hook, 0)
+        self.breaks = breaks
+
+    def _fail(self, trainer: Trainer, policy: Any, *_: Any) -> None:
+        if not self.breaks:
+            _forward(policy)
+            return
+        handle = policy.last.register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            with pytest.raises(ZeroDivisionError):
+                _forward(policy)
+        finally:
+            handle.remove()
+
+
+def probed(folder: str, hooks: list[str], ema: bool, breaks: bool) -> list[Any]:
+    results = []
+    for hook in hooks:
+        extra = [Probes(hook, breaks)] if hook else []
+        results.append(train(f"{folder}/{hook}", "fsdp", steps=7, extra=extra, ema=ema, val=True, val_every=3))
+    return results
+
+
+@pytest.mark.parametrize(("ema", "breaks"), [(False, False), (True, False), (True, True)])
+def test_forward_of_a_callback_changes_nothing_whatever_hook_it_is_in(tmp_path: Path, ema: bool, breaks: bool) -> None:
+    without, *others = run(probed, str(tmp_path), ["", *HOOKS], ema, breaks, limit_s=90.0)[0]
+    for hook, other in zip(HOOKS, others, strict=True):
+        same(weights(other), weights(without))
+        assert other["records"] == without["records"], hook  # those of validation among them
+        if ema:
+            saved, wanted = (read_checkpoint(Path(one["last"])).models["ema"] for one in (other, without))
+            same(saved, wanted)
+
+
+def failed(folder: str, hooks: list[str], first: bool) -> list[str]:
+    texts = []
+    for hook in hooks:
+        extra = [
+            Probes(hook),
+            Fails(1, hook, 0 if hook == "on_fit_start" else 3 if hook != "on_train_epoch_end" else 6),
+        ]
+        try:
+            train(
+                f"{folder}/{hook}", "fsdp", steps=9, extra=extra[:: -1 if first else 1], val=True, val_every=3, every=3
+            )
+        except Exception as error:
+            texts.append(str(error).splitlines()[0])
+    return texts
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_rank_that_fails_where_others_run_the_policy_makes_their_gathers(tmp_path: Path, first: bool) -> None:
+    hooks = [hook for hook in HOOKS if hook not in ("on_train_epoch_start", "on_log")]
+    others, own = run(failed, str(tmp_path), hooks, first, limit_s=90.0)
+    assert own == ["only on this rank"] * len(hooks)
+    for hook, text in zip(hooks, others, strict=True):
+        assert text.startswith("Rank 1 failed"), hook
+        assert text.endswith("RuntimeError: only on this rank"), hook
+        assert (tmp_path / hook / "checkpoints" / "last").exists() == (
+            hook not in ("on_fit_start", "on_save_checkpoint")
+        )
+
+
+class Reads(Callback):
+    """Has rank 0 settle earlier than the others."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_main:
+            assert trainer.step > 0
+
+
+class ProbesAtTheEnd(Callback):
+    def on_update_end(self, trainer: Trainer, policy: Any, outcome: Any) -> None:
+        _forward(policy)
+
+
+def probed_at_the_end(folder: str) -> str:
+    try:
+        train(f"{folder}/run", "fsdp", extra=[Reads(), ProbesAtTheEnd()])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_forward_where_each_rank_comes_in_its_own_time_is_refused(tmp_path: Path) -> None:
+    for text in run(probed_at_the_end, str(tmp_path), limit_s=40.0):
+        assert text.startswith("CallbackError: A sharded policy was run in on_update_end")
+
+
+class CallsAUnit(Callback):
+    """Before anything has run the policy."""
+
+    def on_fit_start(self, trainer: Trainer, policy: Any) -> None:
+        with torch.no_grad():
+            policy.blocks[1](torch.ones(2, 12))
+
+
+def called(folder: str) -> list[Any]:
+    return [train(f"{folder}/{n}", "fsdp", steps=3, extra=extra) for n, extra in enumerate([[], [CallsAUnit()]])]
+
+
+def test_unit_may_run_before_its_policy_does(tmp_path: Path) -> None:
+    without, with_call = run(called, str(tmp_path))[0]
+    same(weights(with_call), weights(without))
+
+
+def audited(folder: str) -> list[str]:
+    audit = PrecisionAudit()
+    trainer = Trainer(
+        "cpu", "bf16", max_steps=2, batch_size=4, run_dir=folder, distributed=FSDP(), callbacks=[audit], seed=1
+    )
+    trainer.fit(Policy(), Samples())
+    return (Path(folder) / "metrics.jsonl").read_text().splitlines()
+
+
+def test_sharded_run_is_audited(tmp_path: Path) -> None:
+    records = run(audited, str(tmp_path / "run"))[0]
+    assert any("FLOPs of matmuls: 100.0% in bfloat16" in record for record in records), records
