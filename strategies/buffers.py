@@ -45,8 +45,9 @@ class Buffers:
             name = next(name for name in names if forms.get(name) != self._forms.get(name))
             wanted, found_form = self._forms.get(name, "not there"), forms.get(name, "gone")
             raise DistributedError(
-                f"The buffer {name} was to be {wanted}, but is {found_form}.\nFill it in place (buffer.copy_(new)) instead "
-                "of replacing it; if it is derived from others, register it with persistent=False."
+                f"The buffer {name} was to be {wanted}, but is {found_form}.\n"
+                "Fill it in place (buffer.copy_(new)) instead of replacing it; if it is derived from others, register "
+                "it with persistent=False."
             )
         self._known = {name: found[name] for name in self._forms}  # in the same order on all ranks
 

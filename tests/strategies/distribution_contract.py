@@ -177,6 +177,7 @@ def a_rank_that_cannot_compute_stands_in_with_zeros(make: Make) -> None:
             if last == 0:
                 return
             module = strategy.wrap(policy)
+            strategy.ready(policy)
             samples = own(all_samples(), strategy)
             with strategy.micro_batch(module, closes=True):
                 module(samples).backward()
@@ -196,6 +197,7 @@ def a_rank_that_cannot_compute_stands_in_with_zeros(make: Make) -> None:
             else:
                 if where != "before":
                     _break_off(strategy, module, policy, where)
+                strategy.fail()
                 strategy.stand_in(module, closes=False)
                 strategy.stand_in(module, closes=True)
             strategy.gather(None)

@@ -77,15 +77,12 @@ def test_forward_of_a_callback_changes_nothing_whatever_hook_it_is_in(tmp_path: 
 
 def failed(folder: str, hooks: list[str], first: bool) -> list[str]:
     texts = []
+    settings = {"steps": 9, "every": 3, "val": True, "val_every": 3}
     for hook in hooks:
-        extra = [
-            Probes(hook),
-            Fails(1, hook, 0 if hook == "on_fit_start" else 3 if hook != "on_train_epoch_end" else 6),
-        ]
+        draw = {"on_fit_start": 0, "on_train_epoch_end": 6}.get(hook, 3)
+        extra = [Probes(hook), Fails(1, hook, draw)]
         try:
-            train(
-                f"{folder}/{hook}", "fsdp", steps=9, extra=extra[:: -1 if first else 1], val=True, val_every=3, every=3
-            )
+            train(f"{folder}/{hook}", "fsdp", extra=extra[::-1] if first else extra, **settings)
         except Exception as error:
             texts.append(str(error).splitlines()[0])
     return texts
@@ -99,9 +96,8 @@ def test_rank_that_fails_where_others_run_the_policy_makes_their_gathers(tmp_pat
     for hook, text in zip(hooks, others, strict=True):
         assert text.startswith("Rank 1 failed"), hook
         assert text.endswith("RuntimeError: only on this rank"), hook
-        assert (tmp_path / hook / "checkpoints" / "last").exists() == (
-            hook not in ("on_fit_start", "on_save_checkpoint")
-        )
+        is_saved = hook not in ("on_fit_start", "on_save_checkpoint")
+        assert (tmp_path / hook / "checkpoints" / "last").exists() == is_saved, hook
 
 
 class Reads(Callback):
