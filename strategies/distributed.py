@@ -33,9 +33,8 @@ class RankFailed(DistributedError):
 
     exit_code = 1  # the run failed; its settings are good
 
-    def __init__(
-        self, rank: int, words: str, *, so: str = "", remedy: str = "Mend that, and start the run again on all ranks."
-    ) -> None:
+    def __init__(self, rank: int, words: str, *, so: str = "", remedy: str | None = None) -> None:
+        remedy = remedy or "Mend that, and start it again on all ranks; a run in a folder of its own by --resume=auto."
         super().__init__(f"Rank {rank} failed{so}: {words}\n{remedy}")
 
 

@@ -32,7 +32,7 @@ from .distributed import DistributionStrategy, RankFailed
 from .errors import ConfigError, DistributedError, in_words
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
-from .lost import first_line, is_lost, named, reason
+from .lost import GO_ON, first_line, is_lost, named, reason
 from .roll_call import RollCall
 from .tree import map_tensors
 
@@ -335,7 +335,7 @@ class ManyProcesses(DistributionStrategy):
         try:
             if self._roll_call is not None:
                 self._roll_call.leave()
-                self._roll_call.leave_words(f"Rank {self.rank} failed: {in_words(error)}")
+                self._roll_call.leave_words(f"Rank {self.rank} failed: {in_words(error)}\n{GO_ON}")
         except RuntimeError:  # the store is gone: nobody could read it
             return
 

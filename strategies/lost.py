@@ -7,7 +7,7 @@ from torch import distributed
 from .errors import in_words
 from .roll_call import RollCall
 
-_GO_ON = "Start the run again with --resume: it goes on from the last checkpoint."
+GO_ON = "Start the run again with --resume=auto: it goes on from the last checkpoint, or begins anew if there is none."
 _PATIENCE_S = 5.0  # how long a rank that is called may take to answer
 
 
@@ -33,12 +33,12 @@ def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy
         words, gone, elsewhere = roll_call.call(patience)
         if words is None and gone:
             answers = "answers" if len(gone) == 1 else "answer"
-            words = f"{named(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
+            words = f"{named(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{GO_ON}"
             roll_call.leave_words(words)
     except RuntimeError:  # the store is gone, and with it the machine that held it
         return (
             "The processes of this run lost each other, and the place where they meet (MASTER_ADDR) no longer "
-            f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{_GO_ON}"
+            f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{GO_ON}"
         )
     if words is not None:
         return words

@@ -37,7 +37,9 @@ class RollCall:
         self._notes: deque[tuple[str, Any]] = deque(maxlen=_KEPT)
         self._is_leaving = self._is_over = False
         self._stirred = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="policyfit roll call", daemon=True)
+        self._owner = threading.current_thread()  # without which it ends, whatever became of the run
+        # No daemon: one that is in the store when the interpreter ends takes the process down with it (std::terminate).
+        self._thread = threading.Thread(target=self._listen, name="policyfit roll call", daemon=False)
         self._thread.start()
 
     def call(self, patience_s: float) -> Answers:
@@ -98,13 +100,11 @@ class RollCall:
         """Answer no more."""
         self._is_over = True
         self._stirred.set()
-        # A thread that is in the store when the interpreter ends takes the process down with it (std::terminate).
-        self._thread.join(2 * _LISTEN_S)
 
     def _listen(self) -> None:
         asked = answered = False
         try:
-            while not self._is_over:
+            while not self._is_over and self._owner.is_alive():
                 if not answered and self._store.check([_CALL]):
                     self._store.set(f"{_PRESENT} {self._rank}", "")
                     answered = True

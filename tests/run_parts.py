@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from policyfit import Callback
 from policyfit.trainer.cli import main
 
 BASE = """\
@@ -112,6 +113,11 @@ class Takes(Policy):
     ) -> None:
         super().__init__()
         self.given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+
+
+class Unannotated(Callback):
+    def __init__(self, kind, *, at=2) -> None:  # type: ignore[no-untyped-def]
+        self.kind, self.at = kind, at
 
 
 class Mute(nn.Module):

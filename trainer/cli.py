@@ -67,12 +67,16 @@ def _run(arguments: list[str]) -> int:
     try:
         request = _parse(arguments)
         request.run(request)
-    except SystemExit as ended:  # --help or --version has printed, or the run was preempted
-        if isinstance(ended.code, str):
+    except SystemExit as ended:
+        if hasattr(ended, "is_told"):  # it broke off a run of several ranks
+            _tell(ended, known=False)
+        elif isinstance(ended.code, str):
             raise
-        return ended.code or 0
+        # else --help or --version has printed, or the run was preempted
+        return 1 if isinstance(ended.code, str) else ended.code or 0
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        if prints():
+            print("Interrupted.", file=sys.stderr)
         return 130
     except Exception as raised:
         if isinstance(raised, BrokenPipeError) and _nobody_reads():
@@ -83,16 +87,28 @@ def _run(arguments: list[str]) -> int:
             traceback.print_exception(error)
         elif not known or isinstance(error, RankFailed):
             error.add_note("Run again with --debug for the traceback.")
-        for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", str(error))):
+        for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", in_words(error))):
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
-        code = error.exit_code if isinstance(error, PolicyfitError) else 1
-        if not prints():
-            time.sleep(_EXIT_DELAY_S)  # a launcher ends all once rank 0 has told the same, or told of this, and ended
-        if prints() or not (isinstance(error, RankFailed) or getattr(error, "is_told", False)):
-            _show(error, known=known)
-        return code
+        _tell(error, known=known)
+        return error.exit_code if isinstance(error, PolicyfitError) else 1
     return 0
+
+
+def _tell(error: BaseException, *, known: bool) -> None:
+    """Show an error on one rank alone, and leave only when the others have shown what they have.
+
+    A launcher ends all ranks once the first has ended, and says of that one that it failed.
+    """
+    is_told = getattr(error, "is_told", None)
+    if prints() or is_told is False:
+        _show(error, known=known)
+    if isinstance(error, RankFailed):
+        time.sleep(2 * _EXIT_DELAY_S)  # longer than the rank that failed, whose exit code is to be the run's
+    elif not prints():
+        time.sleep(_EXIT_DELAY_S)  # for rank 0, which has the same error or tells of this one
+        if is_told is None:
+            _show(error, known=known)
 
 
 def _nobody_reads() -> bool:
@@ -239,7 +255,7 @@ def _no_file(option: str) -> NoReturn:
     raise ConfigError(f"{option} needs a file.\nThe file alone is enough: policyfit fit RUN.yaml.")
 
 
-def _show(error: Exception, *, known: bool) -> None:
+def _show(error: BaseException, *, known: bool) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text

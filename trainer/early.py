@@ -42,7 +42,10 @@ def check_resumable(resume: str | None, run_dir: str | None) -> None:
         return
     if not any(True for within in ("", "*/", "checkpoints/*/") for _ in where.glob(f"{within}manifest.json")):
         option = "--resume" if resume == "last" else f"--resume={resume}"
-        raise ConfigError(f"{option}: there is no checkpoint in {where}.\nGive a run's folder, such as runs/NAME.")
+        remedy = "Give a run's folder, such as runs/NAME."
+        if (where / "plan.json").exists():
+            remedy = "It ended before its first one. --resume=auto begins it anew in this folder."
+        raise ConfigError(f"{option}: there is no checkpoint in {where}.\n{remedy}")
 
 
 def check_trainable(run: RunRecipe, policy: nn.Module) -> None:

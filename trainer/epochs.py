@@ -61,7 +61,7 @@ class TrainingData(ABC):
         self.samples_per_epoch: int | None = None
         self.batch_size: int | None = None
         self.facts: dict[str, Any] = {}
-        self.order = "order is a function of seed, epoch and index; resume is exact"
+        self.order = "order is a function of seed, epoch and index; a resume takes it up exactly"
         self.not_exact: str | None = None
         self.notes = reading.notes
         self.stats: Mapping[str, Any] | None = getattr(dataset, "stats", None)

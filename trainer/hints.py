@@ -184,7 +184,8 @@ def parse(target: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Argume
     parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode="text", add_help=False)
     for name in typed:
         try:
-            parser.add_argument(f"--{name}", type=known[name].hint)
+            action: Any = parser.add_argument(f"--{name}", type=known[name].hint)
+            action.sub_add_kwargs = {"fail_untyped": False}  # of objects in it, which may lack hints
         except ValueError:  # a hint that it cannot check, such as a TypeVar: the class itself has to
             parser.add_argument(f"--{name}", type=Any)
     return parser, parser.parse_object(typed, env=False)

@@ -28,6 +28,9 @@ from .run import Run
 from .shards import in_shards, write_in_shards
 from .together import on_main, parts, whole
 
+#: What a change does that puts sums of gradients together in another order.
+_ROUNDED = ", where sums are rounded otherwise: not bit for bit the same run"
+
 
 def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated: bool = False) -> CheckpointState:
     """The run as it stands, every update settled and, if ``exact``, no window open.
@@ -52,6 +55,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "precision": run.precision.name,
         "device": run.device.device.type,
         "world_size": run.distribution.world_size,
+        "distribution": run.distribution.name,
         "torch": torch.__version__,
         "data": changes.data_facts(run),
         "policy": class_path(run.policy),
@@ -228,7 +232,10 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     streams = [saved.rng, *saved.rng_of_others]
     run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
     if len(streams) != run.distribution.world_size:
-        report.changed.append(f"ranks were {len(streams)} and are now {run.distribution.world_size}")
+        report.changed.append(f"ranks were {len(streams)} and are now {run.distribution.world_size}{_ROUNDED}")
+    kind = manifest.get("distribution", run.distribution.name)
+    if kind != run.distribution.name:
+        report.changed.append(f"distribution was {kind} and is now {run.distribution.name}{_ROUNDED}")
     if len(streams) < run.distribution.world_size:
         report.reset.append("the random streams of the new ranks, so it is not bit for bit the same run")
     before, now = manifest["device"], run.device.device.type

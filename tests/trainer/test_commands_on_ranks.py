@@ -83,6 +83,14 @@ def test_the_error_of_one_rank_is_shown_once(tmp_path: Path, distributed: str) -
         assert (tmp_path / f"run{number}" / "checkpoints" / "000001").is_dir() == (places[number][1] != "setup")
 
 
+def test_a_rank_that_leaves_by_itself_is_told_and_its_exit_code_stays(tmp_path: Path) -> None:
+    leaves = json.dumps([{"class_path": "failing.Panics", "init_args": {"kind": "builtins.SystemExit"}}])
+    first, second = _of_ranks(tmp_path, ["fit", "run.yaml", "--trainer.max_steps=9", f"--trainer.callbacks={leaves}"])
+    assert [first[0].code, second[0].code] == [1, 1]  # sys.exit of a text
+    assert "Rank 1 failed, so all ended after update 3: SystemExit: a panic" in first[0].err
+    assert (second[0].out, second[0].err) == ("", "")
+
+
 def test_the_errors_of_two_ranks_are_both_shown(tmp_path: Path) -> None:
     kinds = ["Fails", "FailsToo"]
     both = [_failing(rank, "on_after_backward", 2, f"disk {rank} is full", kind) for rank, kind in enumerate(kinds)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_parts import BASE, Half, Options, Takes, half, policyfit
+from run_parts import BASE, Half, Options, Takes, Unannotated, half, policyfit
 
 from policyfit.trainer.config import read_run, resolve
 
@@ -43,6 +43,13 @@ def test_the_class_that_is_named_is_the_one_that_is_built(argument: str, text: s
 def test_classes_in_a_list_and_those_that_are_called_later_are_the_ones_that_are_named() -> None:
     assert [type(found) for found in _given("scales", "[run_parts.Half, {class_path: run_parts.Half}]")] == [Half, Half]
     assert type(_given("make", "run_parts.Half")()) is Half
+
+
+def test_parameters_without_annotations_are_set_in_callbacks_too() -> None:
+    Path("run.yaml").write_text(BASE)
+    callbacks = "[{class_path: run_parts.Unannotated, init_args: {kind: plain, at: 3}}]"
+    trainer = resolve(read_run(["run.yaml"], [("trainer.callbacks", callbacks)])).trainer.build()
+    assert [(c.kind, c.at) for c in trainer.callbacks if isinstance(c, Unannotated)] == [("plain", 3)]
 
 
 @pytest.mark.parametrize("text", ["run_parts.half", "{class_path: run_parts.half}"])

@@ -424,6 +424,13 @@ def test_a_file_that_never_ends_is_refused() -> None:
     _assert_refused(["plan", "/dev/zero"], "/dev/zero is larger than 10 MB, so it is no run file.")
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_can_be_begun_anew() -> None:
+    Path("begun").mkdir()
+    Path("begun/plan.json").write_text("{}")
+    remedy = "It ended before its first one. --resume=auto begins it anew in this folder."
+    _assert_refused(["fit", "base.yaml", "--resume=begun"], f"there is no checkpoint in begun. {remedy}")
+
+
 #: What is refused before the run's data is made, and where.
 EARLY: list[tuple[list[str], str]] = [
     (["--changes=lr"], "--changes is for a run that is gone on with. Leave it out, or give --resume, too."),

@@ -77,7 +77,7 @@ def test_forward_of_a_callback_changes_nothing_whatever_hook_it_is_in(tmp_path: 
 
 def failed(folder: str, hooks: list[str], first: bool) -> list[str]:
     texts = []
-    settings = {"steps": 9, "every": 3, "val": True, "val_every": 3}
+    settings: Any = {"steps": 9, "every": 3, "val": True, "val_every": 3}
     for hook in hooks:
         draw = {"on_fit_start": 0, "on_train_epoch_end": 6}.get(hook, 3)
         extra = [Probes(hook), Fails(1, hook, draw)]
