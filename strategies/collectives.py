@@ -68,6 +68,10 @@ class Collectives:
         self._roll_call, self._is_silent = roll_call, is_silent
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
+        #: Whether a micro-batch is under way, after which torch lets its units go by itself.
+        self.in_micro_batch = False
+        #: Whether a forward outside of micro-batches may have left units gathered.
+        self.has_strays = False
         self._number = 0  # of the next in the order
         self._has_failed = False
         for number, unit in enumerate(units):
@@ -85,6 +89,7 @@ class Collectives:
                 "A sharded policy was run in on_update_end, to which each rank comes in its own time, and its weights "
                 "could not be gathered.\nRun it in on_due or on_train_batch_end."
             )
+        self.has_strays = self.has_strays or (bool(one) and not self.in_micro_batch)
         self._roll_call.note(str(self._number), one)
         self._number += 1
 

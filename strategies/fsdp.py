@@ -227,9 +227,14 @@ class FSDP(ManyProcesses):
     @contextmanager
     def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
         """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
+        assert self._collectives is not None
         self.release()
-        with nullcontext() if closes else _without_reduction(module):
-            yield
+        self._collectives.in_micro_batch = True
+        try:
+            with nullcontext() if closes else _without_reduction(module):
+                yield
+        finally:
+            self._collectives.in_micro_batch = False
         self._own_next(self.timeout)
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
@@ -251,6 +256,10 @@ class FSDP(ManyProcesses):
 
     def release(self) -> None:
         """The policy's parameters are shards again."""
+        if self._collectives is not None:
+            if not self._collectives.has_strays:
+                return
+            self._collectives.has_strays = False
         for unit, reshards in self._sharded:
             unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
             unit.reshard()
