@@ -32,5 +32,5 @@ def test_the_error_under_way_stays_the_one_that_is_told() -> None:
     run_all([failing(OSError("on the way")), failing(KeyboardInterrupt())], error)
     assert error.__notes__ == [
         "While this was handled, another error came: OSError: on the way",
-        "While this was handled, another error came: KeyboardInterrupt: ",
+        "While this was handled, another error came: KeyboardInterrupt",
     ]
