@@ -28,7 +28,7 @@ class Buffers:
 
     def __init__(self, policy: nn.Module, device: torch.device) -> None:
         self.policy = policy
-        self._modules = [(f"{name}.".lstrip("."), m) for name, m in policy.named_modules() if m._buffers]
+        self._modules = [(f"{name}.".lstrip("."), m) for name, m in policy.named_modules()]
         self._known = self._found()
         self._forms = {name: _Form(buffer.dtype, buffer.shape, device) for name, buffer in self._known.items()}
 
@@ -43,9 +43,14 @@ class Buffers:
         if forms != self._forms:
             names = [*self._forms, *forms]
             name = next(name for name in names if forms.get(name) != self._forms.get(name))
-            wanted, found_form = self._forms.get(name, "not there"), forms.get(name, "gone")
+            if name not in forms or name not in self._forms:
+                came = "is gone since" if name in self._forms else "came after"
+                raise DistributedError(
+                    f"The buffer {name} {came} the run began.\n"
+                    "Register it in __init__ in its shape, or with persistent=False, and fill it in place."
+                )
             raise DistributedError(
-                f"The buffer {name} was to be {wanted}, but is {found_form}.\n"
+                f"The buffer {name} was {self._forms[name]}, but is {forms[name]}.\n"
                 "Fill it in place (buffer.copy_(new)) instead of replacing it; if it is derived from others, register "
                 "it with persistent=False."
             )

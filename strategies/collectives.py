@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from .errors import CallbackError
 from .roll_call import RollCall
 
-_MARK = ()  # between them, a collective of the run's own, or the end of a micro-batch
+_MARK = ()  # between gathers and reductions: a collective of the run's own, or the end of a micro-batch
 
 
 class _Gather(NamedTuple):
@@ -107,8 +107,10 @@ class Collectives:
         while one := self._roll_call.ask(str(self._number), patience_s):
             match one:
                 case [unit]:
+                    number = self._number
                     self._units[unit].unshard()  # which comes to note it
                     self._units[unit].reshard()
+                    assert self._number > number
                 case [numel, dtype, op]:
                     self._reduce_nothing(_Reduction(numel, dtype, op))
                     self._number += 1

@@ -22,20 +22,15 @@ _NOTHING = nullcontext()
 
 
 class RankFailed(DistributedError):
-    """Another rank gave its error for an answer when the ranks met.
-
-    Args:
-        rank: Whose error it is.
-        words: The error's kind and message.
-        so: What came of it.
-        remedy: What to do.
-    """
+    """Another rank gave its error for an answer when the ranks met."""
 
     exit_code = 1  # the run failed; its settings are good
 
-    def __init__(self, rank: int, words: str, *, so: str = "", remedy: str | None = None) -> None:
-        remedy = remedy or "Mend that, and start it again on all ranks; a run in a folder of its own by --resume=auto."
-        super().__init__(f"Rank {rank} failed{so}: {words}\n{remedy}")
+    @classmethod
+    def of(cls, rank: int, words: str, *, so: str = "", remedy: str | None = None) -> RankFailed:
+        """The error for that of a rank, of which ``words`` give kind and message; ``so`` is what came of it."""
+        remedy = remedy or "Mend that, and start all ranks again; --resume=auto goes on in a run_dir that is there."
+        return cls(f"Rank {rank} failed{so}: {words}\n{remedy}")
 
 
 class DistributionStrategy(ABC):

@@ -13,7 +13,7 @@
 A message says what was asked, what was found, and what to do, in whole sentences.
 """
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, is_dataclass
 
 
 class PolicyfitError(Exception):
@@ -69,8 +69,8 @@ _LONGEST = 10_000  # characters; more than the others of a run need, and less th
 
 def in_words(error: BaseException) -> str:
     """An error's kind and message, for where its traceback does not go; of a loader's worker, the error met there."""
-    if isinstance(error, FrozenInstanceError) and error.__context__ is not None:
-        error = error.__context__  # a frozen dataclass, on which Python itself fails to put the traceback
+    if isinstance(error, FrozenInstanceError) and is_dataclass(cause := error.__context__):
+        error = cause  # a frozen dataclass, on which Python itself fails to put the traceback
     try:
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # its own __str__ fails

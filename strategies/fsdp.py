@@ -143,7 +143,6 @@ class FSDP(ManyProcesses):
 
     def _join(self, device: torch.device) -> None:
         super()._join(device)
-        self._collectives = None
         if self.saves_shards:
             self._aside = self._meeting_group()
         from torch.distributed.device_mesh import DeviceMesh
@@ -165,6 +164,12 @@ class FSDP(ManyProcesses):
         assert isinstance(own, distributed.ProcessGroup)
         self._groups.append(own)
         return own
+
+    def teardown(self) -> None:
+        """Leave also the policy, in shards."""
+        self.release()
+        self._collectives, self._sharded = None, []
+        super().teardown()
 
     def _backend(self, device: torch.device) -> str:
         backend = super()._backend(device)
@@ -220,6 +225,7 @@ class FSDP(ManyProcesses):
 
     def ready(self, policy: Any) -> None:
         """Units know their types and their root, which else would be the first that a hook calls."""
+        super().ready(policy)
         assert self._collectives is not None
         policy._get_fsdp_state()._lazy_init()
         self._collectives.wake()
@@ -256,10 +262,9 @@ class FSDP(ManyProcesses):
 
     def release(self) -> None:
         """The policy's parameters are shards again."""
-        if self._collectives is not None:
-            if not self._collectives.has_strays:
-                return
-            self._collectives.has_strays = False
+        if self._collectives is None or not self._collectives.has_strays:
+            return
+        self._collectives.has_strays = False
         for unit, reshards in self._sharded:
             unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
             unit.reshard()

@@ -75,6 +75,7 @@ class ManyProcesses(DistributionStrategy):
         self._roll_call: RollCall | None = None
         self._owns_group = self._owns_state = self._failed = self._is_wrapping = False
         self._groups: list[distributed.ProcessGroup] = []
+        self._meetings: list[distributed.ProcessGroup] = []  # those of them in which ranks meet
         self._buffers: Buffers | None = None
 
     def check(self, facts: MachineFacts) -> None:
@@ -159,6 +160,7 @@ class ManyProcesses(DistributionStrategy):
                 f"{first_line(error)}.\nName the network interface between the machines in GLOO_SOCKET_IFNAME."
             ) from error
         self._groups.append(group)
+        self._meetings.append(group)
         _set_pg_timeout(timedelta(seconds=self.meeting_timeout), group)
         return group
 
@@ -171,11 +173,15 @@ class ManyProcesses(DistributionStrategy):
             self._roll_call.end()
         if self._owns_group and distributed.is_initialized():
             for group in self._groups:
-                _keep(group)
+                if self._failed or group not in self._meetings:
+                    _keep(group)
                 if self._failed:
                     group.abort()
             distributed.destroy_process_group()
-        self._groups = []
+        elif not self._failed:  # else a wait may be under way in it, which would be waited for
+            for group in self._meetings:
+                distributed.destroy_process_group(group)
+        self._groups, self._meetings = [], []
         if self._owns_state:
             from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
@@ -228,7 +234,7 @@ class ManyProcesses(DistributionStrategy):
         answers = self._answers(_Answer(place, value))
         failed = next(((rank, answer.excuse) for rank, answer in enumerate(answers) if answer.excuse is not None), None)
         if failed is not None:
-            raise RankFailed(*failed)
+            raise RankFailed.of(*failed)
         elsewhere = next((rank for rank, answer in enumerate(answers) if answer.place != answers[0].place), None)
         if elsewhere is not None:
             raise DistributedError(
@@ -285,6 +291,10 @@ class ManyProcesses(DistributionStrategy):
         answers: list[Any] = [None] * self.world_size
         distributed.all_gather_object(answers, own, group=self._meeting)
         return answers
+
+    def ready(self, policy: nn.Module) -> None:
+        """Which buffers there are, and in what form."""
+        self._buffers = Buffers(policy, self._device)
 
     def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
         """One broadcast for each type of buffer; none without buffers.

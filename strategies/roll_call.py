@@ -15,6 +15,7 @@ _CALL, _PRESENT, _HERE, _LAST_WORDS = "roll call", "present", "here", "last word
 _ASKED, _TOLD, _LEFT = "asked", "told", "left"
 _LISTEN_S = 0.25  # how often a rank looks whether another calls or asks
 _TELL_S = 0.002  # how often it tells what is new, once one has asked
+_THERE_S = 5.0  # how long a rank that is there may take to say so
 _KEPT = 10_000  # notes; some windows of a large policy, by which a device's host may be ahead
 
 
@@ -76,19 +77,22 @@ class RollCall:
         """What another rank has noted of a place, waited for as long as one is left; ``None`` once all have left.
 
         Raises:
-            DistError: It takes too long.
+            DistError: It takes too long, or nobody else is there.
         """
-        name, deadline = f"{_TOLD} {place}", time.monotonic() + patience_s
+        name, began = f"{_TOLD} {place}", time.monotonic()
         all_left = [f"{_LEFT} {rank}" for rank in range(self._world_size)]
-        self._store.set(_ASKED, "")
+        others = [f"{_PRESENT} {rank}" for rank in range(self._world_size) if rank != self._rank]
+        for key in (_ASKED, _CALL):
+            self._store.set(key, "")
         while True:
             nobody_is_left = self._store.check(all_left)  # looked at first, since a rank tells all before it leaves
             if self._store.check([name]):
                 return json.loads(self._store.get(name))
             if nobody_is_left:
                 return None
-            if time.monotonic() > deadline:
-                raise DistError(f"no rank told within {patience_s:g} s what it does")
+            waited = time.monotonic() - began
+            if waited > patience_s or (waited > _THERE_S and not any(self._store.check([key]) for key in others)):
+                raise DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)
 
     def leave(self) -> None:
@@ -113,6 +117,8 @@ class RollCall:
                     self._tell()
                 self._stirred.wait(_TELL_S if asked else _LISTEN_S)
                 self._stirred.clear()
+            if self._is_leaving:  # what was said since the last look
+                self._tell()
         except RuntimeError:  # the store is gone: nobody can call
             return
 

@@ -44,7 +44,7 @@ def check_resumable(resume: str | None, run_dir: str | None) -> None:
         option = "--resume" if resume == "last" else f"--resume={resume}"
         remedy = "Give a run's folder, such as runs/NAME."
         if (where / "plan.json").exists():
-            remedy = "It ended before its first one. --resume=auto begins it anew in this folder."
+            remedy = f"It ended before its first one. --resume=auto --trainer.run_dir={where} begins it anew there."
         raise ConfigError(f"{option}: there is no checkpoint in {where}.\n{remedy}")
 
 

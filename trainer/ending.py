@@ -104,7 +104,7 @@ def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
             "checkpoint can be gone on with once that is mended: --resume."
         )
     so = f", so all ended after update {run.counters.updates}"
-    return RankFailed(rank, errors[rank] or "", so=so, remedy=saved)
+    return RankFailed.of(rank, errors[rank] or "", so=so, remedy=saved)
 
 
 def _save_after_failure(run: Run) -> None:

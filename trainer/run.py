@@ -296,7 +296,6 @@ class Run:
     def begin(self) -> None:
         """All ranks are ready for the first batch."""
         self.distribution.gather(None, "the first batch")
-        self.distribution.sync_buffers(self.policy)  # before a forward can replace one
 
     def start(self) -> None:
         """The policy may report from now on, has no gradients yet, and steps per second count from here."""

@@ -199,7 +199,7 @@ def test_buffer_that_left_the_device_is_named() -> None:
     for kind, message in run(move_a_buffer):
         assert kind == "DistributedError"
         form = "float32 of shape (3,) on"
-        assert message.splitlines()[0] == f"The buffer mean was to be {form} cpu, but is {form} meta."
+        assert message.splitlines()[0] == f"The buffer mean was {form} cpu, but is {form} meta."
 
 
 def set_up_accelerate_first(alone: bool) -> tuple[str, str]:
@@ -296,7 +296,7 @@ def test_rank_that_was_killed_is_named_by_every_other_in_time() -> None:
         message, *rest = survivor.value
         assert rest == [True, 1]
         assert message.startswith("Rank 1 no longer answers: called for 3 s after RuntimeError: ")
-        assert message.splitlines()[1].startswith("Start the run again with --resume=auto: it goes on from the last ")
+        assert message.splitlines()[1].startswith("Start it again in its run_dir with --resume=auto: it goes on")
 
 
 def test_rank_that_raised_tells_the_others_why() -> None:

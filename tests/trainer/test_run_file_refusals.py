@@ -427,7 +427,7 @@ def test_a_file_that_never_ends_is_refused() -> None:
 def test_a_run_that_ended_before_its_first_checkpoint_can_be_begun_anew() -> None:
     Path("begun").mkdir()
     Path("begun/plan.json").write_text("{}")
-    remedy = "It ended before its first one. --resume=auto begins it anew in this folder."
+    remedy = "It ended before its first one. --resume=auto --trainer.run_dir=begun begins it anew there."
     _assert_refused(["fit", "base.yaml", "--resume=begun"], f"there is no checkpoint in begun. {remedy}")
 
 
