@@ -7,9 +7,7 @@ from torch import distributed
 from .errors import in_words
 from .roll_call import RollCall
 
-GO_ON = (
-    "Start it again in its run_dir with --resume=auto: it goes on from the last checkpoint, or else begins anew."
-)
+GO_ON = "Start it again in its run_dir with --resume=auto: it goes on from the last checkpoint, or else begins anew."
 _PATIENCE_S = 5.0  # how long a rank that is called may take to answer
 
 
