@@ -14,7 +14,6 @@ from distribution_contract import CPU, PROMISES, Toy, all_samples, assert_equal,
 from processes import outcomes_of, run
 from torch import Tensor, nn
 
-from policyfit.strategies import lost as losing
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
 
@@ -262,8 +261,7 @@ def test_rank_on_the_device_of_another_is_refused() -> None:
 
 
 def train_until_something_happens(what: str) -> tuple[str, bool, int]:
-    losing._PATIENCE_S = 1.5 if what == "sleep" else 3.0
-    strategy = DDP(timeout=4 if what == "sleep" else 60)
+    strategy = DDP(timeout=3 if what == "sleep" else 60)
     strategy.setup(CPU)
     policy = Toy()
     module = strategy.wrap(policy)
@@ -274,7 +272,7 @@ def train_until_something_happens(what: str) -> tuple[str, bool, int]:
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what == "sleep":
-                    time.sleep(6.5)
+                    time.sleep(4.8)
                 if what == "raise":
                     raise ValueError("a bad sample")
             policy.zero_grad()
@@ -295,7 +293,7 @@ def test_rank_that_was_killed_is_named_by_every_other_in_time() -> None:
     for survivor in (first, last):
         message, *rest = survivor.value
         assert rest == [True, 1]
-        assert message.startswith("Rank 1 no longer answers: called for 3 s after RuntimeError: ")
+        assert message.startswith("Rank 1 no longer answers: called for 1.5 s after RuntimeError: ")
         assert message.splitlines()[1].startswith("Start it again in its run_dir with --resume=auto: it goes on")
 
 
@@ -309,7 +307,7 @@ def test_rank_that_is_busy_elsewhere_is_named_when_the_time_is_up() -> None:
     first, _ = outcomes_of(train_until_something_happens, "sleep", limit_s=40)
     message = first.value[0]
     assert message.startswith("A collective failed; Rank 1 did not join it. The error was RuntimeError: ")
-    assert "use DDP(timeout=...) with more than 4 seconds" in message
+    assert "use DDP(timeout=...) with more than 3 seconds" in message
 
 
 def lose_the_store() -> str:

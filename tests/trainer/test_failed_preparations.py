@@ -99,7 +99,7 @@ def interrupted(distributed: str, method: str) -> tuple[str, bool]:
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    strategy: Any = FSDP(timeout=5.0) if distributed == "fsdp" else DDP(timeout=5.0)
+    strategy: Any = FSDP(timeout=3.0) if distributed == "fsdp" else DDP(timeout=3.0)
     if os.environ["RANK"] == "1":
         setattr(strategy, method, interrupt)
     try:

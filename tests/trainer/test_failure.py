@@ -11,7 +11,6 @@ from processes import outcomes_of, run
 from ranks import Policy, Samples, job, same, train, weights
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
-from policyfit.strategies import lost
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
 from policyfit.trainer.checkpoint import read_checkpoint
@@ -266,7 +265,6 @@ def test_ranks_that_fail_each_by_its_own_error_save_what_they_have(tmp_path: Pat
 
 
 def killed(folder: str, distributed: str) -> str:
-    lost._PATIENCE_S = 1.5
     try:
         train(f"{folder}/run", distributed, steps=30, extra=[Dies(rank=1, micro_batch=5)])
     except BaseException as error:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from policyfit import FSDP, Callback, ConfigError, Trainer
-from policyfit.strategies import lost
 from policyfit.strategies.group import ManyProcesses
 from policyfit.trainer.checkpoint import read_checkpoint
 from policyfit.trainer.pieces import Pieces
@@ -280,7 +279,7 @@ class SlowWalk(Walk):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if os.environ["RANK"] == "0":
-            time.sleep(6.0)
+            time.sleep(4.5)
         return super().reset(seed=seed, options=options)
 
 
@@ -296,7 +295,7 @@ class RollsSlowly(Rolls):
 
 def rolling_slowly(folder: str) -> int:
     trainer = Trainer(
-        "cpu", max_steps=4, batch_size=4, run_dir=folder, distributed=FSDP(timeout=4.0), callbacks=[RollsSlowly(2)]
+        "cpu", max_steps=4, batch_size=4, run_dir=folder, distributed=FSDP(timeout=3.0), callbacks=[RollsSlowly(2)]
     )
     trainer.fit(Policy(), Samples())
     return trainer.step
@@ -373,8 +372,6 @@ def test_a_policy_that_is_sharded_already_is_refused(tmp_path: Path) -> None:
 
 
 def validated(run_dir: str) -> str:
-    lost._PATIENCE_S = 1.5
-
     class Dies(Policy):
         def forward(self, batch: Any) -> Any:
             if os.environ["RANK"] == "1":

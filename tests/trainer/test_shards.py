@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from policyfit import EMA, Callback, Checkpoint, Trainer, load
-from policyfit.strategies import lost
 from policyfit.strategies.distributed import SingleProcess
 from policyfit.strategies.errors import CheckpointError, ConfigError
 from policyfit.strategies.fsdp import FSDP
@@ -217,7 +216,6 @@ class Dies(Callback):
 
 
 def killed(folder: str) -> str:
-    lost._PATIENCE_S = 1.5
     try:
         train(folder, "fsdp", steps=40, ranks=2, extra=[Dies()])
     except Exception as error:
