@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the nets here are too small to share
+# A store asks the name server who connects to it, which the C library waits 5 s for if a packet is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,17 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["accelerate", "pytest", "torch._dynamo", "torch.distributed.fsdp", "policyfit"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "accelerate",
+        "pytest",
+        "rich.console",
+        "torch._dynamo",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+        "torch.distributed.fsdp",
+        "policyfit",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)

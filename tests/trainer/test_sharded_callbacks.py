@@ -64,10 +64,12 @@ def probed(folder: str, hooks: list[str], ema: bool, breaks: bool) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("ema", "breaks"), [(False, True), (True, False)])
-def test_forward_of_a_callback_changes_nothing_whatever_hook_it_is_in(tmp_path: Path, ema: bool, breaks: bool) -> None:
-    without, *others = run(probed, str(tmp_path), ["", *HOOKS], ema, breaks, limit_s=90.0)[0]
-    for hook, other in zip(HOOKS, others, strict=True):
+@pytest.mark.parametrize(("ema", "breaks", "hooks"), [(False, True, HOOKS[::2]), (True, False, HOOKS)])
+def test_forward_of_a_callback_changes_nothing_whatever_hook_it_is_in(
+    tmp_path: Path, ema: bool, breaks: bool, hooks: list[str]
+) -> None:
+    without, *others = run(probed, str(tmp_path), ["", *hooks], ema, breaks, limit_s=90.0)[0]
+    for hook, other in zip(hooks, others, strict=True):
         same(weights(other), weights(without))
         assert other["records"] == without["records"], hook  # those of validation among them
         if ema:
