@@ -27,7 +27,6 @@ class Buffers:
     """
 
     def __init__(self, policy: nn.Module, device: torch.device) -> None:
-        self.policy = policy
         self._modules = [(f"{name}.".lstrip("."), m) for name, m in policy.named_modules()]
         self._known = self._found()
         self._forms = {name: _Form(buffer.dtype, buffer.shape, device) for name, buffer in self._known.items()}

@@ -9,7 +9,8 @@ Source: torch.distributed.fsdp.FSDPModule; ``foreach_all_gather`` and ``foreach_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,6 @@ class Collectives:
         shards: The group of ranks that hold the shards of one copy.
         replicas: The group of ranks that hold the same shards; ``None`` where there are no others.
         roll_call: Where ranks are asked what they do.
-        is_silent: Whether no forward may talk now.
     """
 
     def __init__(
@@ -62,21 +62,40 @@ class Collectives:
         shards: distributed.ProcessGroup,
         replicas: distributed.ProcessGroup | None,
         roll_call: RollCall,
-        is_silent: Callable[[], bool],
     ) -> None:
         self._units, self._device, self.shards, self._replicas = units, device, shards, replicas
-        self._roll_call, self._is_silent = roll_call, is_silent
+        self._roll_call = roll_call
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        #: Whether a micro-batch is under way, after which torch lets its units go by itself.
-        self.in_micro_batch = False
-        #: Whether a forward outside of micro-batches may have left units gathered.
-        self.has_strays = False
+        self._in_micro_batch = self._is_silent = self._has_strays = False
         self._number = 0  # of the next in the order
         self._has_failed = False
         for number, unit in enumerate(units):
             unit.set_custom_all_gather(_AllGather(self, _Gather(number)))
             unit.set_custom_reduce_scatter(_ReduceScatter(self))
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """A micro-batch is under way, after which torch lets its units go by itself."""
+        self._in_micro_batch = True
+        try:
+            yield
+        finally:
+            self._in_micro_batch = False
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Each rank comes here in its own time, so that none could tell when the others gather."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
+    def take_strays(self) -> bool:
+        """Whether a forward outside of micro-batches may have left units gathered; forgets it."""
+        had, self._has_strays = self._has_strays, False
+        return had
 
     def note(self, one: _Gather | _Reduction | tuple[()]) -> None:
         """What is about to be done.
@@ -84,12 +103,12 @@ class Collectives:
         Raises:
             CallbackError: No rank can know when the others do it.
         """
-        if one and self._is_silent():
+        if one and self._is_silent:
             raise CallbackError(
                 "A sharded policy was run in on_update_end, to which each rank comes in its own time, and its weights "
                 "could not be gathered.\nRun it in on_due or on_train_batch_end."
             )
-        self.has_strays = self.has_strays or (bool(one) and not self.in_micro_batch)
+        self._has_strays = self._has_strays or (bool(one) and not self._in_micro_batch)
         self._roll_call.note(str(self._number), one)
         self._number += 1
 

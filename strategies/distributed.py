@@ -1,7 +1,9 @@
 """How a run is spread over processes: the verbs, and the single process as the plain case of them.
 
-Every rank calls the verbs that talk (``reduce_max``, ``norms``, ``sync_buffers``, ``whole``, ``whole_weights``,
-``broadcast``, ``gather``, ``from_rank``) in the same order; none of the first three makes the host wait for the device.
+Every rank calls the verbs that talk in the same order: ``setup``, ``wrap``, ``micro_batch`` with its backward (or
+``backward_of_nothing``, or ``stand_in``); ``reduce_max``, ``norms`` and ``sync_buffers``, which do not make the host
+wait for the device; ``whole``, ``whole_weights``, ``gather``, ``broadcast``, ``excuse`` and ``from_rank``, which do.
+``gather_aside`` may come from a thread.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from .errors import DistributedError
 from .facts import MachineFacts, world_size
 
 T = TypeVar("T")
+OF_A_CALLBACK = "a gather() or broadcast() of a callback"
 _NOTHING = nullcontext()
 
 
@@ -43,10 +46,10 @@ class DistributionStrategy(ABC):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    #: Whether ranks are where each comes in its own time, so that no forward may talk to the others.
-    is_silent: bool = False
     #: Whether parameters, gradients and optimizer state are shards on each rank, so that every forward talks.
     is_sharded: bool = False
+    #: Whether each rank writes its own rows into a checkpoint.
+    saves_shards: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -115,12 +118,12 @@ class DistributionStrategy(ABC):
     def reduce_max(self, flags: Tensor) -> None:
         """Make ``flags``, float32 on the device, the largest over all ranks, in place and without waiting."""
 
-    @abstractmethod
-    def broadcast(self, value: T, place: str = "a gather of its own") -> T:
+    def broadcast(self, value: T, place: str = OF_A_CALLBACK) -> T:
         """Rank 0's value, on every rank; anything that can be pickled. Otherwise as ``gather``."""
+        return self.gather(value if self.is_main else None, place)[0]  # type: ignore[return-value]
 
     @abstractmethod
-    def gather(self, value: T, place: str = "a gather of its own") -> list[T]:
+    def gather(self, value: T, place: str = OF_A_CALLBACK) -> list[T]:
         """Every rank's value in the order of ranks, on every rank; anything that can be pickled.
 
         Args:
@@ -144,8 +147,8 @@ class DistributionStrategy(ABC):
         return True
 
     @abstractmethod
-    def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
-        """Give every rank the buffers of rank 0, without waiting.
+    def sync_buffers(self, *, failed: bool = False) -> None:
+        """Give every rank the buffers that the policy of ``ready`` has on rank 0, without waiting.
 
         Args:
             failed: Take part with those of the last time, whatever became of them.
@@ -176,9 +179,6 @@ class DistributionStrategy(ABC):
         """The row of the whole tensor with which ``local`` begins; ``None`` where a rank before this has the same."""
         return 0 if self.is_main else None
 
-    #: Whether each rank writes its own rows into a checkpoint.
-    saves_shards: bool = False
-
     def gather_aside(self, value: T) -> list[T]:
         """As ``gather``, and where ``saves_shards`` also from a thread, whatever the main thread is at."""
         return self.gather(value)
@@ -186,6 +186,10 @@ class DistributionStrategy(ABC):
     def whole_weights(self, policy: nn.Module) -> AbstractContextManager[Any]:
         """The context in which each rank can run the policy alone, under ``no_grad``, without the others."""
         return nullcontext()
+
+    def silence(self) -> AbstractContextManager[Any]:
+        """The context to which each rank comes in its own time, so that no forward in it may talk to the others."""
+        return _NOTHING
 
     def release(self) -> None:
         """Let go of weights that a forward outside of the loop has left gathered; does not talk."""
@@ -235,13 +239,9 @@ class SingleProcess(DistributionStrategy):
     def reduce_max(self, flags: Tensor) -> None:
         """Its own flags are all there are."""
 
-    def broadcast(self, value: T, place: str = "a gather of its own") -> T:
-        """Its own value."""
-        return value
-
-    def gather(self, value: T, place: str = "a gather of its own") -> list[T]:
+    def gather(self, value: T, place: str = OF_A_CALLBACK) -> list[T]:
         """Its own value alone."""
         return [value]
 
-    def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
+    def sync_buffers(self, *, failed: bool = False) -> None:
         """They are its own."""

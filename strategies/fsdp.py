@@ -14,7 +14,7 @@ autocast. Frozen parameters may have another type than the trainable ones of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -97,7 +97,7 @@ class FSDP(ManyProcesses):
         self.reduce_dtype = reduce_dtype
         self._sums = torch.float64  # squares do not overflow in it
         self._collectives: Collectives | None = None
-        self._sharded: list[tuple[Any, bool]] = []  # units, with whether each is let go after its forward
+        self._sharded: list[Any] = []  # the units, and the policy as the last
 
     def check(self, facts: MachineFacts) -> None:
         """Refuse also a torch that is too old, and a mesh that is not made of the launched ranks."""
@@ -195,33 +195,32 @@ class FSDP(ManyProcesses):
         self._take_from_rank_0((*policy.parameters(), *policy.buffers()))
         precision = MixedPrecisionPolicy(reduce_dtype=_REDUCE_DTYPES[self.reduce_dtype], cast_forward_inputs=False)
         offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
-        for unit in (*units, policy):
+        self._sharded = [*units, policy]
+        for unit in self._sharded:
             fully_shard(
                 unit,
                 mesh=self._mesh,
-                reshard_after_forward=self._reshards(unit, policy),
+                reshard_after_forward=self._reshards(unit),
                 mp_policy=precision,
                 offload_policy=offload,
                 ignored_params=numbers,
             )
         assert self._roll_call is not None
         self._collectives = Collectives(
-            [*units, policy],
+            self._sharded,
             self._device,
             shards=self._shard_group,
             replicas=self._replica_group,
             roll_call=self._roll_call,
-            is_silent=lambda: self.is_silent,
         )
-        self._sharded = [(unit, self._reshards(unit, policy)) for unit in (*units, policy)]
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
         return policy
 
-    def _reshards(self, unit: nn.Module, policy: nn.Module) -> bool:
+    def _reshards(self, unit: nn.Module) -> bool:
         """Not the policy's own weights: backward begins with them."""
-        return self.reshard_after_forward and unit is not policy
+        return self.reshard_after_forward and self._sharded[-1:] != [unit]
 
     def ready(self, policy: Any) -> None:
         """Units know their types and their root, which else would be the first that a hook calls."""
@@ -235,12 +234,8 @@ class FSDP(ManyProcesses):
         """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
         assert self._collectives is not None
         self.release()
-        self._collectives.in_micro_batch = True
-        try:
-            with nullcontext() if closes else _without_reduction(module):
-                yield
-        finally:
-            self._collectives.in_micro_batch = False
+        with self._collectives.micro_batch(), nullcontext() if closes else _without_reduction(module):
+            yield
         self._own_next(self.timeout)
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
@@ -260,15 +255,20 @@ class FSDP(ManyProcesses):
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
         self._own_next(self.timeout)
 
+    def silence(self) -> AbstractContextManager[Any]:
+        """No unit can be gathered in it."""
+        return nullcontext() if self._collectives is None else self._collectives.silence()
+
     def release(self) -> None:
         """The policy's parameters are shards again."""
-        if self._collectives is None or not self._collectives.has_strays:
-            return
-        self._collectives.has_strays = False
-        for unit, reshards in self._sharded:
-            unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
-            unit.reshard()
-            unit.set_reshard_after_forward(reshards, recurse=False)
+        if self._collectives is not None and self._collectives.take_strays():
+            for unit in self._sharded:
+                self._let_go(unit)
+
+    def _let_go(self, unit: Any) -> None:
+        unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
+        unit.reshard()
+        unit.set_reshard_after_forward(self._reshards(unit), recurse=False)
 
     def fail(self) -> None:
         """From now on it asks the others which gathers and reductions they make, and makes these."""
@@ -364,9 +364,7 @@ class FSDP(ManyProcesses):
             yield
         finally:
             for unit in units:
-                unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
-                unit.reshard()
-                unit.set_reshard_after_forward(self._reshards(unit, policy), recurse=False)
+                self._let_go(unit)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .buffers import Buffers
 from .device import CPUDevice, CUDADevice, XPUDevice
-from .distributed import DistributionStrategy, RankFailed
+from .distributed import OF_A_CALLBACK, DistributionStrategy, RankFailed
 from .errors import ConfigError, DistributedError, in_words
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
@@ -219,11 +219,7 @@ class ManyProcesses(DistributionStrategy):
         """One all-reduce."""
         distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
 
-    def broadcast(self, value: T, place: str = "a gather of its own") -> T:
-        """Rank 0's value on every rank; waits. It is gathered, so that any rank can come with an excuse."""
-        return self.gather(value if self.is_main else None, place)[0]  # type: ignore[return-value]
-
-    def gather(self, value: T, place: str = "a gather of its own") -> list[T]:
+    def gather(self, value: T, place: str = OF_A_CALLBACK) -> list[T]:
         """Every rank's value on every rank; waits.
 
         Raises:
@@ -296,14 +292,13 @@ class ManyProcesses(DistributionStrategy):
         """Which buffers there are, and in what form."""
         self._buffers = Buffers(policy, self._device)
 
-    def sync_buffers(self, policy: nn.Module, *, failed: bool = False) -> None:
+    def sync_buffers(self, *, failed: bool = False) -> None:
         """One broadcast for each type of buffer; none without buffers.
 
         Raises:
             DistributedError: A buffer has left the device or has another form, replaced by a new tensor.
         """
-        if self._buffers is None or self._buffers.policy is not policy:
-            self._buffers = Buffers(policy, self._device)
+        assert self._buffers is not None
         if not failed:
             self._buffers.look()
         self._own_next(self.timeout)

@@ -136,7 +136,7 @@ class Updater:
                 norms = self._check_norm(gradients)
         if self._together:
             meets = self.meets_at(self.aimed_step)  # user code, so before the first collective of the agreement
-            self._distribution.sync_buffers(self._policy)
+            self._distribution.sync_buffers()
             self.agreement.reach(losses.values(), meets=meets, next_window=next_window)
         self.applied += 1
         names = self._names
@@ -218,7 +218,7 @@ class Updater:
         for flag in (self._slots.non_finite, self._slots.edited):
             flag.zero_()
         self._slots.skip.fill_(1.0)
-        self._distribution.sync_buffers(self._policy, failed=True)
+        self._distribution.sync_buffers(failed=True)
         self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
         self.applied += 1
         self._clip(gradients)
@@ -268,11 +268,11 @@ class Updater:
         if self._pending is None:
             return
         read, self._pending, self.settling = self._pending, None, True
-        self._distribution.is_silent = True
         try:
-            self._settle(read())
+            with self._distribution.silence():
+                self._settle(read())
         finally:
-            self.settling = self._distribution.is_silent = False
+            self.settling = False
 
     def _settle(self, outcome: Outcome) -> None:
         lr = self.optimizers[0].param_groups[0]["lr"]

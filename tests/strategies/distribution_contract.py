@@ -309,14 +309,14 @@ def ranks_that_meet_at_different_places_are_told(make: Make) -> None:
 
 def it_gives_every_rank_the_buffers_of_rank_0(make: Make) -> None:
     with joined(make) as strategy:
-        strategy.sync_buffers(nn.Linear(2, 2))
         policy = Toy()
         strategy.wrap(policy)
+        strategy.ready(policy)
         for number in (1, 2):
             policy.mean.fill_(strategy.rank + number)  # type: ignore[operator]
             policy.count.fill_(strategy.rank + 10 * number)  # type: ignore[operator]
             policy.known = torch.tensor([[strategy.is_main, True], [False, not strategy.is_main]])  # replaced
-            strategy.sync_buffers(policy)
+            strategy.sync_buffers()
             assert policy.mean.tolist() == [number] * 3  # type: ignore[operator]
             assert policy.count == 10 * number
             assert policy.known.tolist() == [[True, True], [False, False]]
