@@ -109,7 +109,7 @@ class Collectives:
                 "could not be gathered.\nRun it in on_due or on_train_batch_end."
             )
         self._has_strays = self._has_strays or (bool(one) and not self._in_micro_batch)
-        self._roll_call.note(str(self._number), one)
+        self._roll_call.note(self._number, one)
         self._number += 1
 
     def mark(self, patience_s: float) -> None:
@@ -123,7 +123,7 @@ class Collectives:
         if not self._has_failed:
             self.note(_MARK)
             return
-        while one := self._roll_call.ask(str(self._number), patience_s):
+        while one := self._roll_call.ask(self._number, patience_s):
             match one:
                 case [unit]:
                     number = self._number

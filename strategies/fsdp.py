@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from .collectives import Collectives
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
-from .units import check_parameters, find_units
+from .units import check_shardable, find_units
 
 T = TypeVar("T")
 
@@ -144,26 +143,21 @@ class FSDP(ManyProcesses):
     def _join(self, device: torch.device) -> None:
         super()._join(device)
         if self.saves_shards:
-            self._aside = self._meeting_group()
+            self._aside = self._membership.meeting()
         from torch.distributed.device_mesh import DeviceMesh
+
+        from .rows import Rows
 
         replicate, shard = self._mesh_shape(self.world_size)
         if replicate == 1:
-            self._shard_group, self._replica_group = self._groups[0], None
+            self._shard_group, self._replica_group = self._membership.world, None
             self._mesh = DeviceMesh.from_group(self._shard_group, device.type, mesh_dim_names=("shard",))
-            return
-        ranks = torch.arange(self.world_size).view(replicate, shard)
-        groups = [self._own_group(ranks.T.tolist()), self._own_group(ranks.tolist())]
-        self._replica_group, self._shard_group = groups
-        self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-    def _own_group(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
-        """This rank's own of the groups, with our time limit, which a mesh of torch's making would not have."""
-        limit = timedelta(seconds=self.timeout)
-        own, _ = distributed.new_subgroups_by_enumeration(ranks, timeout=limit)  # type: ignore[no-untyped-call]
-        assert isinstance(own, distributed.ProcessGroup)
-        self._groups.append(own)
-        return own
+        else:
+            ranks = torch.arange(self.world_size).view(replicate, shard)
+            groups = [self._membership.own_of(ranks.T.tolist()), self._membership.own_of(ranks.tolist())]
+            self._replica_group, self._shard_group = groups
+            self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+        self._rows = Rows(self._shard_group, self.rank, device)
 
     def teardown(self) -> None:
         """Leave also the policy, in shards."""
@@ -190,7 +184,7 @@ class FSDP(ManyProcesses):
         )
 
         units = find_units(policy, self.units)
-        check_parameters(policy, units)
+        check_shardable(policy, units)
         numbers = {p for p in policy.parameters() if p.dim() == 0}  # frozen ones, which stay whole on every rank
         self._take_from_rank_0((*policy.parameters(), *policy.buffers()))
         precision = MixedPrecisionPolicy(reduce_dtype=_REDUCE_DTYPES[self.reduce_dtype], cast_forward_inputs=False)
@@ -236,7 +230,7 @@ class FSDP(ManyProcesses):
         self.release()
         with self._collectives.micro_batch(), nullcontext() if closes else _without_reduction(module):
             yield
-        self._own_next(self.timeout)
+        self._mark(self.timeout)
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """Refused: each backward gathers weights, and sums of gradients belong on every rank.
@@ -253,7 +247,7 @@ class FSDP(ManyProcesses):
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
-        self._own_next(self.timeout)
+        self._mark(self.timeout)
 
     def silence(self) -> AbstractContextManager[Any]:
         """No unit can be gathered in it."""
@@ -275,7 +269,7 @@ class FSDP(ManyProcesses):
         if self._collectives is not None:
             self._collectives.fail()
 
-    def _own_next(self, patience_s: float) -> None:
+    def _mark(self, patience_s: float) -> None:
         if self._collectives is not None:
             self._collectives.mark(patience_s)
 
@@ -283,64 +277,26 @@ class FSDP(ManyProcesses):
 
     def norms(self, norms: Tensor) -> Tensor:
         """The root of the sum of squares over the ranks that share a gradient; what is not finite stays so."""
-        self._own_next(self.timeout)
+        self._mark(self.timeout)
         squares = norms.to(self._sums).square_()
         distributed.all_reduce(squares, group=self._shard_group)
         return squares.sqrt_().to(norms.dtype)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's shard."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor):
-            return tensor
-        with torch.no_grad():  # the shard itself and not a view of it
-            return tensor.to_local()
+        return self._rows.local(tensor)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All shards together.
-
-        Not by ``full_tensor``: torch keeps what it knows of meshes, so that states of an optimizer can have the groups
-        of an earlier run of this process, which are gone.
-        """
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor):
-            return tensor
-        with torch.no_grad():
-            here, ranks = tensor.to_local(), self._shard_group.size()
-            each = -(-tensor.shape[0] // ranks)
-            padded = here.new_zeros((each, *here.shape[1:]))
-            padded[: len(here)] = here
-            parts = [torch.empty_like(padded) for _ in range(ranks)]
-            distributed.all_gather(parts, padded.contiguous(), group=self._shard_group)
-            return torch.cat(parts)[: tensor.shape[0]]
+        """All shards together."""
+        return self._rows.whole(tensor)
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """This rank's shard, in memory of its own."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(like, DTensor):
-            return whole
-        with torch.no_grad():
-            first, rows = self._first_row(like), like.to_local().shape[0]
-            here = whole[first : first + rows]
-            own = torch.empty(here.shape, dtype=here.dtype, device=self._device).copy_(here)
-            mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-            return DTensor.from_local(own, mesh, like.placements, run_check=False, shape=shape, stride=stride)
+        return self._rows.part(whole, like)
 
     def first_row(self, tensor: Tensor) -> int | None:
         """Of a shard, on the ranks that hold it first; of what is whole everywhere, on rank 0."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor):
-            return super().first_row(tensor)
-        return self._first_row(tensor) if self.rank < self._shard_group.size() else None
-
-    def _first_row(self, tensor: Any) -> int:
-        """Rows are dealt out as ``torch.chunk`` does, so that the last ranks may have fewer or none."""
-        rows = int(tensor.shape[0])
-        return min(-(-rows // self._shard_group.size()) * self._shard_group.rank(), rows)
+        return self._rows.first(tensor)
 
     def gather_aside(self, value: T) -> list[T]:
         """Over a group of its own, if there is one."""

@@ -7,8 +7,7 @@ from torch import distributed
 from .errors import in_words
 from .roll_call import RollCall
 
-GO_ON = "Start it again in its run_dir with --resume=auto: it goes on from the last checkpoint, or else begins anew."
-_PATIENCE_S = 5.0  # how long a rank that is called may take to answer
+_GO_ON = "Start the run again in its run_dir with --resume=auto: it goes on from the last checkpoint, or begins anew."
 
 
 def is_lost(error: BaseException) -> bool:
@@ -27,18 +26,18 @@ def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy
         strategy: The name of the class where that is set.
     """
     cause = f"{type(error).__name__}: {first_line(error)}"
-    patience = min(_PATIENCE_S, timeout_s)
+    patience = min(roll_call.patience_s, timeout_s)
     try:
         roll_call.leave()
         words, gone, elsewhere = roll_call.call(patience)
         if words is None and gone:
             answers = "answers" if len(gone) == 1 else "answer"
-            words = f"{named(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{GO_ON}"
+            words = f"{named(gone)} no longer {answers}: called for {patience:g} s after {cause}.\n{_GO_ON}"
             roll_call.leave_words(words)
     except RuntimeError:  # the store is gone, and with it the machine that held it
         return (
             "The processes of this run lost each other, and the place where they meet (MASTER_ADDR) no longer "
-            f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{GO_ON}"
+            f"answers: its machine, or the launcher on it, is gone. The error was {cause}.\n{_GO_ON}"
         )
     if words is not None:
         return words

@@ -1,4 +1,4 @@
-"""Who is still there: what ranks leave for each other in the store by which they found each other."""
+"""Who is still there, and what each is about to do: what ranks leave for each other in the store they met by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _CALL, _PRESENT, _HERE, _LAST_WORDS = "roll call", "present", "here", "last word
 _ASKED, _TOLD, _LEFT = "asked", "told", "left"
 _LISTEN_S = 0.25  # how often a rank looks whether another calls or asks
 _TELL_S = 0.002  # how often it tells what is new, once one has asked
-_THERE_S = 5.0  # how long a rank that is there may take to say so
 _KEPT = 10_000  # notes; some windows of a large policy, by which a device's host may be ahead
 
 
@@ -33,9 +32,11 @@ class RollCall:
     Every method raises torch's RuntimeError when the store is gone.
     """
 
+    patience_s = 5.0  # how long a rank that is there may take to say so
+
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._notes: deque[tuple[str, Any]] = deque(maxlen=_KEPT)
+        self._notes: deque[tuple[int, Any]] = deque(maxlen=_KEPT)
         self._is_leaving = self._is_over = False
         self._stirred = threading.Event()
         self._owner = threading.current_thread()  # without which it ends, whatever became of the run
@@ -46,52 +47,48 @@ class RollCall:
     def call(self, patience_s: float) -> Answers:
         """Call every rank; ends early when one has left words, or all are calling themselves."""
         deadline = time.monotonic() + patience_s
-        present, here = ([f"{word} {rank}" for rank in range(self._world_size)] for word in (_PRESENT, _HERE))
-        for key in (_CALL, present[self._rank], here[self._rank]):
+        for key in (_CALL, f"{_PRESENT} {self._rank}", f"{_HERE} {self._rank}"):
             self._store.set(key, "")
         while True:
             if self._store.check([_LAST_WORDS]):
                 return Answers(self._store.get(_LAST_WORDS).decode(), [], [])
-            if self._store.check(here):
+            if self._store.check(self._keys(_HERE)):
                 return Answers(None, [], [])
             if time.monotonic() > deadline:
-                gone, elsewhere = (
-                    [r for r, key in enumerate(k) if not self._store.check([key])] for k in (present, here)
-                )
-                return Answers(None, gone, elsewhere)
+                return Answers(None, self._without(_PRESENT), self._without(_HERE))
             time.sleep(0.05)
 
     def leave_words(self, words: str) -> None:
         """Leave words for the others, unless somebody was first: the first to say what it was is right."""
         self._store.compare_set(_LAST_WORDS, "", words)
 
-    def note(self, place: str, what: Any) -> None:
+    def note(self, number: int, what: Any) -> None:
         """Keep what this rank is about to do, plain values, for ranks that fail and ask; costs next to nothing.
 
         Args:
-            place: Its name, by which it is asked for. All ranks note the same of it.
+            number: Its place in the order of what is done, by which it is asked for. All ranks note the same of it.
         """
-        self._notes.append((place, what))
+        self._notes.append((number, what))
 
-    def ask(self, place: str, patience_s: float) -> Any:
-        """What another rank has noted of a place, waited for as long as one is left; ``None`` once all have left.
+    def ask(self, number: int, patience_s: float) -> Any:
+        """What another rank has noted, waited for as long as one is left; ``None`` once all have left.
 
         Raises:
             DistError: It takes too long, or nobody else is there.
         """
-        name, began = f"{_TOLD} {place}", time.monotonic()
-        all_left = [f"{_LEFT} {rank}" for rank in range(self._world_size)]
-        others = [f"{_PRESENT} {rank}" for rank in range(self._world_size) if rank != self._rank]
+        name, began = f"{_TOLD} {number}", time.monotonic()
+        others = {*range(self._world_size)} - {self._rank}
         for key in (_ASKED, _CALL):
             self._store.set(key, "")
         while True:
-            nobody_is_left = self._store.check(all_left)  # looked at first, since a rank tells all before it leaves
+            nobody_is_left = self._store.check(self._keys(_LEFT))  # looked at first: a rank tells all before it leaves
             if self._store.check([name]):
                 return json.loads(self._store.get(name))
             if nobody_is_left:
                 return None
             waited = time.monotonic() - began
-            if waited > patience_s or (waited > _THERE_S and not any(self._store.check([key]) for key in others)):
+            is_alone = waited > self.patience_s and others <= {*self._without(_PRESENT)}
+            if waited > patience_s or is_alone:
                 raise DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)
 
@@ -125,7 +122,13 @@ class RollCall:
     def _tell(self) -> None:
         is_leaving = self._is_leaving  # looked at before the notes, which are all told before it
         while self._notes:
-            place, what = self._notes.popleft()
-            self._store.set(f"{_TOLD} {place}", json.dumps(what))
+            number, what = self._notes.popleft()
+            self._store.set(f"{_TOLD} {number}", json.dumps(what))
         if is_leaving:
             self._store.set(f"{_LEFT} {self._rank}", "")
+
+    def _keys(self, word: str) -> list[str]:
+        return [f"{word} {rank}" for rank in range(self._world_size)]
+
+    def _without(self, word: str) -> list[int]:
+        return [rank for rank, key in enumerate(self._keys(word)) if not self._store.check([key])]

@@ -49,7 +49,7 @@ def find_units(policy: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return units
 
 
-def check_parameters(policy: nn.Module, units: Sequence[nn.Module]) -> None:
+def check_shardable(policy: nn.Module, units: Sequence[nn.Module]) -> None:
     """Refuse what shards cannot hold: trainable numbers without a dimension, and weights that two units share.
 
     Raises:

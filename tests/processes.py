@@ -109,11 +109,12 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _run(writer: Connection, file: str, name: str, arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
     import torch
 
-    from policyfit.strategies import lost, roll_call
+    from policyfit.strategies import roll_call
 
     os.environ.update(environment)
     torch.set_num_threads(1)
-    lost._PATIENCE_S, roll_call._LISTEN_S = 1.5, 0.05  # these ranks are on one machine, and are many in a suite
+    # These ranks are on one machine, and are many in a suite.
+    roll_call.RollCall.patience_s, roll_call._LISTEN_S = 1.5, 0.05
     try:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         assert spec is not None

@@ -295,7 +295,7 @@ def test_rank_that_was_killed_is_named_by_every_other_in_time() -> None:
         message, *rest = survivor.value
         assert rest == [True, 1]
         assert message.startswith("Rank 1 no longer answers: called for 1.5 s after RuntimeError: ")
-        assert message.splitlines()[1].startswith("Start it again in its run_dir with --resume=auto: it goes on")
+        assert message.splitlines()[1].startswith("Start the run again in its run_dir with --resume=auto: it goes on")
 
 
 def test_rank_that_raised_tells_the_others_why() -> None:

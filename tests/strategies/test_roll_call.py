@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
-from policyfit.strategies import lost
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.roll_call import RollCall
 
@@ -40,21 +39,21 @@ def test_first_words_stay_and_are_the_answer() -> None:
 def test_what_a_rank_has_noted_is_told_to_one_that_asks_and_nothing_once_all_have_left() -> None:
     store = HashStore()
     rank, failed = RollCall(store, 0, 2), RollCall(store, 1, 2)
-    rank.note("3/0", [7, "float32"])
-    assert failed.ask("3/0", 1000.0) == [7, "float32"]
+    rank.note(30, [7, "float32"])
+    assert failed.ask(30, 1000.0) == [7, "float32"]
     with pytest.raises(DistError, match=r"no rank told within 0\.1 s"):
-        failed.ask("3/1", 0.1)
+        failed.ask(31, 0.1)
     failed.leave()
-    rank.note("3/1", ())
+    rank.note(31, ())
     rank.leave()
-    assert failed.ask("3/1", 1000.0) == []  # noted before it left
-    assert failed.ask("4/0", 1000.0) is None
+    assert failed.ask(31, 1000.0) == []  # noted before it left
+    assert failed.ask(40, 1000.0) is None
     rank.end()
     failed.end()
 
 
 def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(RollCall, "patience_s", 0.1)
     store, ranks = HashStore(), [DDP(), DDP()]
     ranks[0]._roll_call = RollCall(store, 0, 3)
     first = ranks[0].lost(RuntimeError("Connection reset. This is typically caused by"))
@@ -65,6 +64,6 @@ def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pyte
     assert str(ranks[1].lost(RuntimeError("another error"))) == str(first)
     assert ranks[0]._roll_call is not None
     store.set("left 1", "")
-    assert ranks[0]._roll_call.ask("1/0", 1000.0) is None  # both have left, so nobody waits for what they do
+    assert ranks[0]._roll_call.ask(10, 1000.0) is None  # both have left, so nobody waits for what they do
     for strategy in ranks:
         strategy.teardown()
