@@ -72,7 +72,7 @@ class OverflowReport(Callback):
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Outcome) -> None:
         """Report a skip."""
         window, self._kept, error, self._error = self._kept, [], self._error, None
-        if outcome.landed or outcome.norms is None or outcome.reason in ("failed", "no_gradients"):
+        if outcome.landed or outcome.norms is None or outcome.reason not in ("non_finite", "norm_overflow"):
             return
         names = _worst_first(outcome)
         where = list(dict.fromkeys(name.rpartition(".")[0] or POLICY for name in names))

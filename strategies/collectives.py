@@ -69,6 +69,7 @@ class Collectives:
         self.is_mute = False
         self._in_micro_batch = self._is_silent = self._has_strays = False
         self._number = 0  # of the next in the order
+        self._course = 0  # a hash of what was noted since it was asked for
         self._has_failed = False
         for number, unit in enumerate(units):
             unit.set_custom_all_gather(_AllGather(self, _Gather(number)))
@@ -97,6 +98,11 @@ class Collectives:
         had, self._has_strays = self._has_strays, False
         return had
 
+    def take_course(self) -> int:
+        """A hash of the gathers and reductions since the last call, and of their order."""
+        course, self._course = self._course, 0
+        return course
+
     def note(self, one: _Gather | _Reduction | tuple[()]) -> None:
         """What is about to be done.
 
@@ -109,6 +115,8 @@ class Collectives:
                 "could not be gathered.\nRun it in on_due or on_train_batch_end."
             )
         self._has_strays = self._has_strays or (bool(one) and not self._in_micro_batch)
+        if one:
+            self._course = hash((self._course, one[0]))  # of numbers, whose hash is alike in all processes
         self._roll_call.note(self._number, one)
         self._number += 1
 

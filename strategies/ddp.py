@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, DistributedError, in_words
+from .errors import ConfigError, DistributedError, in_words, some
 from .group import ManyProcesses
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ class DDP(ManyProcesses):
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._in_use: nn.Parameter | None = None  # one that had a gradient in the last update
 
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
@@ -75,7 +76,8 @@ class DDP(ManyProcesses):
             warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = accelerator.prepare_model(_Door(policy))
         self._take_from_rank_0(policy.buffers())
-        self.backward_of_nothing(wrapped, closes=True)
+        with warnings.catch_warnings(action="ignore"):  # of zeros no parameter is left out, as torch says once
+            self.backward_of_nothing(wrapped, closes=True)
         policy.zero_grad()
         return wrapped
 
@@ -94,6 +96,7 @@ class DDP(ManyProcesses):
     @contextmanager
     def _closing(self, module: Any) -> Iterator[None]:
         yield
+        self._in_use = next((p for _, p in self._trainable if p.grad is not None), None)
         try:
             module._check_reducer_finalized()
         except RuntimeError as error:
@@ -102,20 +105,25 @@ class DDP(ManyProcesses):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             names = [self._trainable[int(index)][0] for index in found[1].split()] if found else []
             raise ConfigError(
-                f"These trainable parameters got no gradient, so the ranks' gradients were not averaged: {_some(names)}"
-                ".\nUse them in the loss, freeze them before fit, or use DDP(find_unused_parameters=True)."
+                "These trainable parameters got no gradient, so the ranks' gradients were not averaged: "
+                f"{some(names) or 'unknown'}.\nUse them in the loss, freeze them before fit, or use "
+                "DDP(find_unused_parameters=True)."
             ) from error
         thawed = [name for name, p in self._frozen if p.grad is not None]
         if thawed:
             raise ConfigError(
                 "These parameters were frozen when the run began and have thawed since, but DDP averages the gradients "
-                f"only of what could be trained then: {_some(thawed)}.\nBegin with all that is ever trained thawed, "
+                f"only of what could be trained then: {some(thawed)}.\nBegin with all that is ever trained thawed, "
                 "with DDP(find_unused_parameters=True), and freeze it in on_train_epoch_start; or use "
                 "distributed='fsdp'."
             )
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
-        """A forward whose loss is zero times every parameter, and its backward, where the window closes."""
+        """A forward whose loss is zero times every parameter, and its backward, where the window closes.
+
+        With ``find_unused_parameters`` zero times one that is in use: torch gives zeros to what any rank uses, and what
+        none uses is to have no gradient.
+        """
         if closes:
             with _without_hooks(p for _, p in self._trainable):
                 module(policyfit_step=self._zero).backward()
@@ -140,6 +148,8 @@ class DDP(ManyProcesses):
                             raise
 
     def _zero(self) -> Tensor:
+        if self.find_unused_parameters and self._in_use is not None and self._in_use.requires_grad:
+            return _nothing(self._in_use)
         return torch.stack([_nothing(p) for _, p in self._trainable]).sum()
 
 
@@ -176,7 +186,3 @@ def _nothing(parameter: Tensor) -> Tensor:
 def _is_unfinished(error: BaseException) -> bool:
     said = "Expected to have finished reduction in the prior iteration"
     return isinstance(error, RuntimeError) and said in in_words(error)
-
-
-def _some(names: list[str]) -> str:
-    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "unknown"

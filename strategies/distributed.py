@@ -99,6 +99,22 @@ class DistributionStrategy(ABC):
             DistributedError: That cannot be.
         """
 
+    def backward_of_padding(self, module: nn.Module, loss: Tensor, *, closes: bool) -> None:
+        """In place of the backward of a loss whose samples only pad an epoch's end: zeros, whatever it is."""
+        self.backward_of_nothing(module, closes=closes)
+
+    def take_fingerprint(self) -> float:
+        """A number for what this rank's window has had forwards and backwards exchange, the same on ranks that agree.
+
+        A whole number below 2 ** 20; 0.0 where nothing is exchanged. The next window begins with the call.
+        """
+        return 0.0
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the trainable parameters that the last window's losses left out on this rank, as far as known."""
+        return []
+
     def fail(self) -> None:
         """This rank has failed: it computes nothing any more, and takes part in what the others do."""
 

@@ -13,6 +13,8 @@
 A message says what was asked, what was found, and what to do, in whole sentences.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, is_dataclass
 
 
@@ -62,6 +64,17 @@ class TrainingDiverged(PolicyfitError, RuntimeError):
 
 class LossScaleCollapse(TrainingDiverged):
     """The loss scale of float16 fell to its floor: gradients overflow whatever it is."""
+
+
+def without_numbers(words: str) -> str:
+    """What is alike where several processes meet the same error, each at its own sample, line of data or address."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", words)
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first of many names, and how many more there are, for a message."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 _LONGEST = 10_000  # characters; more than the others of a run need, and less than what carries them can take

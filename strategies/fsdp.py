@@ -4,7 +4,7 @@
 ``DeviceMesh.from_group``; ``register_fsdp_forward_method`` does for other methods what it does for ``forward``. These
 are torch's own calls and not accelerate's ``FullyShardedDataParallelPlugin``, which on cpu is dropped without a word,
 and elsewhere casts frozen weights and chooses 16-bit reductions and outputs; accelerate joins the process group
-(``group.py``). They are imported where they are used, since that takes more than a second.
+(``membership.py``). They are imported where they are used, since that takes more than a second.
 
 Precision: shards keep the type that a parameter has, gradients are reduced in float32, and nothing else is cast
 (``MixedPrecisionPolicy`` without ``param_dtype`` and ``output_dtype``): the forward computes under the run's own
@@ -24,6 +24,7 @@ from .collectives import Collectives
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
+from .left_out import LeftOut
 from .units import check_shardable, find_units
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class FSDP(ManyProcesses):
         self._sums = torch.float64  # squares do not overflow in it
         self._collectives: Collectives | None = None
         self._sharded: list[Any] = []  # the units, and the policy as the last
+        self._left_out: LeftOut | None = None
 
     def check(self, facts: MachineFacts) -> None:
         """Refuse also a torch that is too old, and a mesh that is not made of the launched ranks."""
@@ -162,7 +164,7 @@ class FSDP(ManyProcesses):
     def teardown(self) -> None:
         """Leave also the policy, in shards."""
         self.release()
-        self._collectives, self._sharded = None, []
+        self._collectives, self._left_out, self._sharded = None, None, []
         super().teardown()
 
     def _backend(self, device: torch.device) -> str:
@@ -207,6 +209,7 @@ class FSDP(ManyProcesses):
             replicas=self._replica_group,
             roll_call=self._roll_call,
         )
+        self._left_out = LeftOut(policy, self._sharded)
         for name in _ENTRANCES:
             if callable(getattr(policy, name, None)):
                 register_fsdp_forward_method(policy, name)
@@ -227,8 +230,9 @@ class FSDP(ManyProcesses):
     def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
         """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
         assert self._collectives is not None
+        assert self._left_out is not None
         self.release()
-        with self._collectives.micro_batch(), nullcontext() if closes else _without_reduction(module):
+        with self._collectives.micro_batch(), self._left_out.window() if closes else _without_reduction(module):
             yield
         self._mark(self.timeout)
 
@@ -244,6 +248,23 @@ class FSDP(ManyProcesses):
             "Return a loss that has a gradient, zero times an output of the policy for instance, or use "
             "distributed='ddp'."
         )
+
+    def backward_of_padding(self, module: nn.Module, loss: Tensor, *, closes: bool) -> None:
+        """Its backward, in which the others gather and reduce, with zeros for gradients."""
+        assert self._left_out is not None
+        with self._left_out.padding():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def take_fingerprint(self) -> float:
+        """Of the order of gathers and reductions, and of the parameters that had zeros for a gradient."""
+        assert self._collectives is not None
+        assert self._left_out is not None
+        return float(hash((self._collectives.take_course(), *self._left_out.numbers)) % 2**20)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Those of units that took part; the backward of a unit without any gradient reduces nothing."""
+        return [] if self._left_out is None else self._left_out.names
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""

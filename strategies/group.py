@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from .buffers import Buffers
 from .device import CPUDevice, CUDADevice, XPUDevice
 from .distributed import OF_A_CALLBACK, DistributionStrategy, RankFailed
-from .errors import ConfigError, DistributedError, in_words
+from .errors import ConfigError, DistributedError, in_words, without_numbers
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
 from .lost import is_lost, named, reason
@@ -191,7 +191,8 @@ class ManyProcesses(DistributionStrategy):
         except RuntimeError:  # they have left
             return False
         # In its dict, since a frozen dataclass takes no attribute.
-        vars(error)["is_told"] = own == next(answer.excuse for answer in answers if answer.excuse is not None)
+        first = next(answer.excuse for answer in answers if answer.excuse is not None)
+        vars(error)["is_told"] = without_numbers(own) == without_numbers(first)
         return True
 
     def _mark(self, patience_s: float) -> None:

@@ -46,6 +46,7 @@ def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy
         f"A collective failed; {who}. The error was {cause}.\n"
         f"If a rank was busy with other work, use {strategy}(timeout=...) with more than {timeout_s:g} seconds, or "
         "meeting_timeout=... if that was a validation, a rollout, a save or a hook of these."
+        + (" A sharded run needs all ranks to run the same units, in the same order." if strategy == "FSDP" else "")
     )
 
 

@@ -196,6 +196,13 @@ class Endless(IterableDataset[dict[str, Any]]):
         return (samples[i] for i in range(12))
 
 
+class Counted(Endless):
+    """The same, saying how many they are."""
+
+    def __len__(self) -> int:
+        return 12
+
+
 class Absent(Samples):
     """Cannot be made on one rank."""
 
@@ -203,13 +210,6 @@ class Absent(Samples):
         super().__init__()
         if str(rank) == os.environ["RANK"]:
             raise OSError("no such share on this machine")
-
-
-class Counted(Endless):
-    """The same, saying how many they are."""
-
-    def __len__(self) -> int:
-        return 12
 
 
 class Fails(Callback):

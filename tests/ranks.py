@@ -68,19 +68,6 @@ class LightningPolicy(Policy):
         return SGD(self.parameters(), lr=1e-2)
 
 
-class Masked(Policy):
-    """On rank 1 every second loss has no gradient."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.calls = rank, 0
-
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        self.calls += 1
-        loss, metrics = super().forward(batch)
-        return (loss.detach() if self.rank == 1 and self.calls % 2 else loss), metrics
-
-
 class Detached(Policy):
     """On some ranks the loss has no gradient in some windows."""
 
@@ -262,7 +249,7 @@ class Rolls(Callback):
         return step > 0 and step % self.every == 0
 
     def on_due(self, trainer: Trainer, policy: nn.Module) -> None:
-        report = trainer.evaluate(policy, lambda: Walk(), episodes=5).to_dict()
+        report = trainer.evaluate(policy, Walk, episodes=5).to_dict()
         self.reports.append({k: v for k, v in report.items() if not k.startswith("latency")})
 
 

@@ -6,7 +6,8 @@ rank has read it, however early or late it settles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ T = TypeVar("T", Tensor, float)
 class Slots(NamedTuple, Generic[T]):
     """The numbers in the mailbox of an update: on the device as they are written, on the host as they are read.
 
-    Those up to ``next_window`` are what ranks agree on, each the largest of all ranks.
+    Those up to ``least`` are what ranks agree on, each the largest of all ranks.
     """
 
     skip: T  # the update moves nothing
@@ -34,6 +35,8 @@ class Slots(NamedTuple, Generic[T]):
     meets: T  # a rank has something to do together with the others after this update
     goes_on: T  # a rank has not
     next_window: T  # micro-batches of the window after it; 0 at the end of an epoch
+    most: T  # the largest fingerprint of what ranks have exchanged in the window
+    least: T  # the smallest, negated
     norm: T  # of all gradients
     scale: T  # of the loss, as this update leaves it
 
@@ -54,10 +57,13 @@ class Agreement:
         self._asks = 0.0  # what this rank says of a stop
         #: Whether this rank has failed, which it says from the next update on.
         self.has_failed = False
-        self._update: int | None = None
+        #: The first update at which a rank said so, or asked for a stop.
+        self._agreed_at: int | None = None
         self.exit_code = 0
         #: Whether a rank had something to do together with the others at the last update, and some without the others.
         self.meets = self.apart = False
+        #: Whether ranks exchanged different gathers or gradients in a window, which moves nothing then.
+        self.differs = False
         #: Micro-batches of the window that the others come to next in this epoch.
         self.next_window = 0
 
@@ -65,7 +71,7 @@ class Agreement:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
         self._asks = max(self._asks, 1.0 + exit_code)
 
-    def reach(self, losses: Iterable[Tensor], *, meets: bool | None, next_window: int | None) -> None:
+    def reach(self, losses: Collection[Tensor], *, meets: bool | None, next_window: int | None) -> None:
         """Make the flags of an update those of all ranks, without waiting.
 
         Args:
@@ -73,7 +79,7 @@ class Agreement:
             meets: Whether ranks have something to do together afterwards, as this one sees it; ``None`` without a view.
             next_window: Micro-batches of the window that comes next in this epoch, as this rank has drawn it.
         """
-        losses, slots = list(losses), self._slots
+        slots = self._slots
         slots.has_gradients.fill_(float(bool(losses)))
         bad = slots.bad_loss.zero_()
         for loss in losses:
@@ -83,27 +89,34 @@ class Agreement:
         slots.meets.fill_(float(meets is True))
         slots.goes_on.fill_(float(meets is False))
         slots.next_window.fill_(float(next_window or 0))
+        if self._ranks.is_sharded:
+            own = self._ranks.take_fingerprint()
+            slots.most.fill_(-math.inf if self.has_failed else own)
+            slots.least.fill_(-math.inf if self.has_failed else -own)
         for slot, own in ((slots.stop, self._asks), (slots.failed, float(self.has_failed))):
             if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
         self._ranks.reduce_max(self._agreed)
         slots.skip.copy_(torch.maximum(slots.skip, 1.0 - slots.has_gradients))
+        if self._ranks.is_sharded:
+            slots.skip.copy_(torch.maximum(slots.skip, (slots.most + slots.least).sign()))
 
     def note(self, update: int, said: Slots[float], *, landed: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
         self.meets, self.next_window = bool(said.meets), int(said.next_window)
+        self.differs = self.differs or said.most + said.least > 0
         self.apart = self.apart or (landed and bool(said.meets and said.goes_on))
         if not (said.stop or said.failed):
             return
-        if self._update is None:
-            self._update = update
+        if self._agreed_at is None:
+            self._agreed_at = update
         self.exit_code = max(self.exit_code, int(said.stop) - 1)
 
     @property
-    def is_noted(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether there is something to end for, as far as this rank has settled its updates."""
-        return self._update is not None
+        return self._agreed_at is not None
 
     def ends(self, applied: int) -> bool:
         """Whether the run ends after the update with this number."""
-        return self._update is not None and applied > self._update
+        return self._agreed_at is not None and applied > self._agreed_at

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from ..strategies.errors import DistributedError
+from ..strategies.lost import named
 from .describe import class_of, describe
 from .resume import Origin
 from .run import Run
@@ -15,6 +19,8 @@ from .run_dir import held, make, new_name, replace_text
 from .settings import Settings
 from .state import restore
 from .together import on_main, parts
+
+_ARRIVAL_S = 10.0
 
 
 def begin_run(
@@ -31,6 +37,7 @@ def begin_run(
     Raises:
         CheckpointError: The checkpoint does not fit the run.
         ConfigError: The run differs in what makes it another run, or may not write into its folder.
+        DistributedError: A rank that is to write there does not see it.
     """
     trainer, policy, ranks = run.trainer, run.policy, run.distribution
     old = None if origin is None else origin.run_dir
@@ -46,6 +53,7 @@ def begin_run(
     arrived = None if origin is None else origin.arrived
     new = asked_dir is None and old is None
     run.run_dir = on_main(ranks, partial(_open_folder, run, settings, new=new, arrived=arrived))
+    _check_shared(run)
     if origin is not None:
         _tell_callbacks(run, origin)
     run.is_open = True
@@ -72,6 +80,41 @@ def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | Non
     if config is not None:
         replace_text(run.run_dir / "config.yaml", write(config))
     return run.run_dir
+
+
+def _check_shared(run: Run) -> None:
+    """Whether every rank sees the folder that rank 0 has opened.
+
+    Raises:
+        DistributedError: One does not, which is to write its shards there.
+    """
+    ranks = run.distribution
+    if ranks.world_size == 1:
+        return
+    plan = ranks.broadcast((run.run_dir / "plan.json").read_text() if ranks.is_main else "", "the start of the run")
+    seen = ranks.gather(_sees(run.run_dir / "plan.json", plan), "the start of the run")
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if not blind:
+        return
+    who = f"{named(blind)} {'does' if len(blind) == 1 else 'do'} not see the run's folder {run.run_dir}"
+    if ranks.saves_shards:
+        raise DistributedError(
+            f"{who}, where each rank of a sharded run writes its part of a checkpoint.\n"
+            "Use a run_dir on storage that all machines share, or FSDP(checkpoint='whole')."
+        )
+    run.trainer.plan.notes.append(f"{who}, so a resume will need a copy of it there")
+
+
+def _sees(path: Path, text: str) -> bool:
+    """Whether a file has come here, for which network storage may take some seconds."""
+    deadline = time.monotonic() + _ARRIVAL_S
+    while True:
+        with suppress(OSError):
+            if path.read_text() == text:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
 
 
 def _tell_callbacks(run: Run, origin: Origin) -> None:

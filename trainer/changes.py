@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..strategies.errors import CheckpointError, ConfigError
 from .carried import ENDED, ROUNDED
 from .checkpoint import CheckpointState
 from .describe import class_of, class_path
+from .fused import make_safe
 from .run import Run
 from .sources import set_statistics
 from .together import optimizer_parts
@@ -33,6 +35,8 @@ NAMES = ("lr", "optimizer", "schedule", "batch_size", "accumulate", "data", "sta
 # What a schedule moves in an optimizer's groups, and what some keep there for it.
 _MOVED = {"lr", "momentum", "betas"}
 _KEPT_FOR_SCHEDULES = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+# How an optimizer computes, and not what: this run's own, since the updates were made up for it.
+_FORM = {"fused", "foreach", "capturable", "differentiable"}
 # Asked for by name, these are made anew even where no difference can be seen.
 _ALWAYS = ("data", "statistics", "optimizer", "schedule")
 _PLAIN = (
@@ -55,14 +59,20 @@ class Report:
 
 
 def data_facts(run: Run) -> dict[str, Any]:
-    """What makes the data's order, and the sha256 of its statistics, in JSON; ``batch_size`` is that of all ranks."""
+    """What makes the data's order, and the sha256 of its statistics, in JSON.
+
+    ``batch_size`` is that of all ranks; ``arguments`` are those of the dataset in the run's file, if it has one.
+    """
     size, ranks = run.data.batch_size, run.distribution.world_size
+    written = (run.trainer.config or {}).get("data", {}).get("train") or {}
+    arguments = written.get("init_args") or {}
     return {
         **run.data.facts,
         "batch_size": None if size is None else size * ranks,
         "batch_size_of_a_rank": size,
         "accumulate": run.settings.accumulate,
         "statistics": None if run.data.stats is None else _digest(run.data.stats),
+        "arguments": {name: repr(value) for name, value in arguments.items()},
     }
 
 
@@ -129,7 +139,8 @@ def load_movers(
     try:
         if not anew:
             for optimizer, state in zip(optimizers, saved.optimizers, strict=True):
-                optimizer.load_state_dict(optimizer_parts(run.distribution, state, optimizer))
+                optimizer.load_state_dict(_in_form_of(optimizer, optimizer_parts(run.distribution, state, optimizer)))
+                make_safe(optimizer)
         if not replayed:
             for schedule, state in zip(schedules, saved.schedules, strict=True):
                 schedule.load_state_dict(state)
@@ -162,6 +173,12 @@ def load_movers(
             report.reset.append(f"the schedule {type(schedule.scheduler).__name__}, whose past cannot be replayed")
 
 
+def _in_form_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state as this run computes, fused or not: by that torch decides where its step counts go."""
+    pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    return {**state, "param_groups": [{**old, **{k: new[k] for k in _FORM & new.keys()}} for old, new in pairs]}
+
+
 def place_in_data(run: Run, saved: CheckpointState, found: Mapping[str, list[str]], report: Report) -> None:
     """Move the position, just loaded from the checkpoint, to where the data goes on.
 
@@ -185,6 +202,10 @@ def place_in_data(run: Run, saved: CheckpointState, found: Mapping[str, list[str
     else:
         report.kept.append("the position in the data")
     data.load_state(state)
+    if now["batch_size"] and (had := unit_before * before.get("accumulate", accumulate)) != (has := unit * accumulate):
+        keeps, rest = divmod(had, accumulate * run.distribution.world_size)
+        advice = "" if rest else f", as batch_size={keeps} would keep it"
+        report.changed.append(f"an update had {had} samples and has {has} now{advice}")
 
 
 def _left_out(run: Run, seen: int, unit: int) -> str:
@@ -220,9 +241,10 @@ def renew_statistics(
 
 
 def changed_settings(run: Run, manifest: dict[str, Any]) -> list[str]:
-    """The plain settings that differ, in words."""
-    before = manifest.get("settings", {})
-    now = plain_settings(run)
+    """The plain settings that differ, and what the run's file says of the data, in words."""
+    before, now = {**manifest.get("settings", {})}, plain_settings(run)
+    for found, facts in ((before, manifest.get("data", {})), (now, data_facts(run))):
+        found |= {f"data.train.init_args.{name}": value for name, value in facts.get("arguments", {}).items()}
     return [_differs(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
 
 
@@ -256,15 +278,23 @@ def _same(before: Any, now: Any) -> bool:
 def _data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     as_large = before.get("batch_size_of_a_rank") == now["batch_size_of_a_rank"]
     for name, value in now.items():
-        if name not in before or before[name] == value or name == "batch_size_of_a_rank":
+        if name not in before or before[name] == value or name in ("batch_size_of_a_rank", "arguments"):
             continue
         # More or fewer ranks are told as such, and of larger batches there are fewer.
         if (name == "batch_size" and as_large) or (name == "batches" and not as_large):
             continue
         if name == "statistics":
             yield name, "the data has other statistics"
+        elif name == "batch_size":
+            yield name, _differs(name, _dealt(before), _dealt(now))
         else:
             yield name if name in NAMES else "data", _differs(name, before[name], value)
+
+
+def _dealt(facts: Mapping[str, Any]) -> str:
+    """A batch size, and how many ranks share it."""
+    size, each = facts["batch_size"], facts.get("batch_size_of_a_rank")
+    return f"{size}" if not each or size == each else f"{size} ({each} on each of {size // each} ranks)"
 
 
 def _wider(name: str) -> str:

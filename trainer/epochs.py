@@ -121,7 +121,7 @@ class TrainingData(ABC):
         has to know that a window was the last, or a rank that fails how the others go on, the next is drawn as well.
         """
         index, count = start, self.batches_per_epoch
-        one_ahead = self._carried.source is not None or (self._is_shared and count is None)
+        one_ahead = self.carries_state or (self._is_shared and count is None)
         for window, following in _with_next(self._drawn_windows(epoch, start), one_ahead=one_ahead):
             total = sum(part.share.total for part in window) * (index % self._accumulate + len(window)) / len(window)
             if following is None and count is not None:
@@ -234,7 +234,7 @@ class KeptData(KeyedData):
         self.batch_size = getattr(draws.source, "batch_size", None)
         self.facts = {"order": draws.name, "dataset_size": length_of(dataset), "batches": length_of(draws.source)}
         self._carried = draws.carried
-        if self._carried.source is not None:
+        if self.carries_state:
             self.order = carried_order(self._carried.source)
         else:
             self.not_exact = (
@@ -267,12 +267,11 @@ def _with_next(windows: Iterator[list[Part]], *, one_ahead: bool) -> Iterator[tu
     if not one_ahead:
         yield from ((window, None) for window in windows)
         return
-    for first in islice(windows, 1):
-        window = first
-        for following in windows:
-            yield window, len(following)
-            window = following
-        yield window, 0
+    window = next(windows, None)
+    while window is not None:
+        following = next(windows, None)
+        yield window, len(following or ())
+        window = following
 
 
 def count_samples(batch: Any) -> int:

@@ -8,7 +8,7 @@ A rank that has failed cannot just leave, since the others would wait for it. It
                         with its error for an answer, which is raised on the others in place of theirs
 
 In the step of an optimizer or a schedule, the others have an update that it lacks: under DDP theirs is saved, and of
-shards what is left is kept as not exact (ending.py).
+shards what is left is kept as not exact.
 
 A sharded rank asks the others which collectives they make (strategies/collectives.py). What a forward says to other
 ranks by itself nobody knows, so there they lose it (decision 12).
@@ -17,35 +17,17 @@ ranks by itself nobody knows, so there they lose it (decision 12).
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
 
 import torch
 
 from ..strategies.distributed import RankFailed
-from ..strategies.errors import in_words
-
-if TYPE_CHECKING:
-    from .run import Run
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a rank is between the others: in which window, and whether it is where ranks meet."""
-
-    #: The micro-batch of the epoch that is computed now or next, and the end of its window: the one after the last.
-    index: int = 0
-    end: int = 0
-    #: Updates tried when that window began.
-    window: int = -1
-    #: Whether the others' next collective is a ``gather``; so it is before the first window and after the last.
-    meeting: bool = True
-    #: Updates tried at the last time when it was asked whether ranks meet.
-    asked: int = 0
-
-    def enter(self, index: int, end: int, window: int) -> None:
-        """A micro-batch was drawn."""
-        self.index, self.end, self.window = index, end, window
+from ..strategies.errors import in_words, without_numbers
+from .ending import run_all
+from .metrics import Means
+from .run import Run
 
 
 def end_together(run: Run, error: BaseException) -> None:
@@ -97,6 +79,73 @@ def _stand_in(run: Run) -> None:
 
 def _others_meet(run: Run) -> bool:
     """Whether the others come to a gather before they come to another window."""
-    if run.place.asked < run.updater.applied and run.meets():
+    if run.place.asked_at < run.updater.applied and run.meets():
         return True
     return not run.in_window and run.updater.agreement.next_window == 0
+
+
+def fail_with_others(run: Run) -> NoReturn:
+    """Save what all ranks have, and end in this rank's error or that of another.
+
+    An error that is the same on all but for numbers, such as that of a sample, is the run's, and not saved, as in a
+    single process.
+    """
+    words = None if run.failure is None else in_words(run.failure)
+    answers = run.distribution.gather((words, run.updater.lacks_update), "the end of a run that failed")
+    errors = [answer for answer, _ in answers]
+    differ = len({None if error is None else without_numbers(error) for error in errors}) > 1
+    whole = _whole_rank(run, [lacks_update for _, lacks_update in answers])
+    run.saves_from, run.is_torn = whole or 0, differ and whole is None
+    error = run.failure or _failure_of_another(run, errors)
+    _forget_failures(run)
+    if differ and not run.is_torn:
+        run_all((partial(_save_after_failure, run),), error)
+    run.place.meeting = False  # the others end in this error too, so it is brought to no gather any more
+    raise error
+
+
+def _whole_rank(run: Run, lack_update: Sequence[bool]) -> int | None:
+    """The first rank that has all of the last update; ``None`` where none has, or a shard of it is missing."""
+    if run.distribution.is_sharded and any(lack_update):
+        return None
+    return next((rank for rank, lacks in enumerate(lack_update) if not lacks), None)
+
+
+def _forget_failures(run: Run) -> None:
+    """Put counters and loss scale where they were before the windows that came to nothing: no sample is left out.
+
+    The means of the log, which cannot be told apart any more, begin anew.
+    """
+    counters, failures = run.counters, run.updater.failures
+    end = counters.batch_in_epoch
+    for _ in range(failures):
+        counters.batch_in_epoch = run.data.window_start(counters.batch_in_epoch - 1)
+    counters.micro_batches -= end - counters.batch_in_epoch
+    counters.skipped -= failures
+    counters.skipped_in_a_row -= failures
+    if failures:
+        outcome = run.updater.outcome
+        run.means = Means()
+        run.precision.take_back(failures, None if outcome is None else outcome.scale)
+
+
+def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
+    rank = next(rank for rank, error in enumerate(errors) if error)
+    saved = "What was saved can be gone on with once that is mended: --resume."
+    if run.is_torn:
+        saved = (
+            "It was in the middle of that update, with weights or states that no other process has. The last "
+            "checkpoint can be gone on with once that is mended: --resume."
+        )
+    so = f", so all ended after update {run.counters.updates}"
+    return RankFailed.of(rank, errors[rank] or "", so=so, remedy=saved)
+
+
+def _save_after_failure(run: Run) -> None:
+    try:
+        run.callbacks.call("on_fit_end", run.trainer, run.policy)
+        run.trainer.wait_for_checkpoint()
+    except BaseException as error:
+        run.distribution.report(error)
+        run.distribution.excuse(error)
+        raise

@@ -50,9 +50,7 @@ def prepare_optimizer(optimizer: Optimizer, *, sharded: bool = False) -> str:
         form = "fused, which fused=None left open"
     else:
         form = "fused, as asked" if lands_on_the_device(optimizer) else "not fused: one waiting read an update"
-    if isinstance(optimizer, SGD) and lands_on_the_device(optimizer):
-        form = _make_safe(optimizer) or form
-    return f"{name} ({form})"
+    return f"{name} ({make_safe(optimizer) or form})"
 
 
 def _unfuse(optimizer: Optimizer) -> str:
@@ -78,12 +76,14 @@ def _has_moments(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, Adagrad) and bool(optimizer.state)  # Adagrad makes its state when built
 
 
-def _make_safe(optimizer: SGD) -> str | None:
+def make_safe(optimizer: Optimizer) -> str | None:
     """Give fused SGD zero momentum buffers: a skip in its first update would leave them uninitialised.
 
     Bit for bit the same, since the first buffer is the gradient either way; not so with dampening, where only
-    the form that is not fused is right.
+    the form that is not fused is right, which is then chosen, and said.
     """
+    if not isinstance(optimizer, SGD) or not lands_on_the_device(optimizer):
+        return None
     if any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         for group in optimizer.param_groups:
             group["fused"] = False

@@ -8,8 +8,9 @@ from .run import Run
 
 def train(run: Run) -> None:
     """Train until the run has the steps or epochs it was asked for, or somebody stops it."""
-    run.begin()
+    run.distribution.gather(None, "the first batch")  # all are ready
     try:
+        run.catch_up()
         _train(run)
         run.finish()
     except KeyboardInterrupt:  # a launcher sends it to all ranks, so there is nobody to tell
@@ -39,9 +40,11 @@ def _train(run: Run) -> None:
                     share = loss if divisor == 1.0 else loss / divisor
                     for hook in before_backward:
                         hook(trainer, policy, share)
-                    precision.backward(share)
-                    if weight:  # else it only pads an epoch's end
+                    if weight:
+                        precision.backward(share)
                         updater.losses[counters.micro_batches] = share.detach()
+                    else:
+                        distribution.backward_of_padding(adapter.module, share, closes=closes)
                 else:
                     distribution.backward_of_nothing(adapter.module, closes=closes)
             place.index = index + 1
@@ -54,7 +57,7 @@ def _train(run: Run) -> None:
             counters.micro_batches += 1
             counters.batch_in_epoch = index + 1
             if closes:
-                updater.apply(next_window)
+                updater.apply(next_window, run.is_due_at)
             if batch_end:
                 outputs = {**metrics, "loss": None if loss is None else loss.detach()}
                 for hook in batch_end:

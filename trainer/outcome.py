@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Reason = Literal["non_finite", "norm_overflow", "no_gradients", "failed"]
+Reason = Literal["non_finite", "norm_overflow", "no_gradients", "not_alike", "failed"]
 
 REASONS: dict[Reason, str] = {
     "non_finite": "a gradient was inf or NaN",
     "norm_overflow": "the gradients were finite, but their norm overflowed float32",
     "no_gradients": "no parameter received a gradient",
+    "not_alike": "the ranks of a sharded run used different units or parameters",
     "failed": "another process of the run failed",
 }
 

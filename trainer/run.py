@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..strategies.errors import CallbackError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
-from .failure import Place
 from .metrics import Means
+from .place import Place
 from .policy import PolicyAdapter
 from .rng import restore
 from .saving import Saver
@@ -79,7 +79,6 @@ class Run:
     def __post_init__(self) -> None:
         self.device, self.precision = self.trainer.device, self.trainer.precision
         self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
-        self.updater.meets_at = self._meets_at
         self._validated: dict[str, float] = {}
         self._told_of_nothing = False
         self._begin_clock()
@@ -106,7 +105,7 @@ class Run:
     @property
     def in_window(self) -> bool:
         """Whether there are micro-batches whose update has not been tried."""
-        return self.place.window == self.updater.applied
+        return self.place.began_at == self.updater.applied
 
     # Epochs --------------------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class Run:
         counters = self.counters
         self.place.meeting = True
         self.updater.settle()
-        if self.updater.agreement.is_noted:  # by all: every rank has settled every update
+        if self.updater.agreement.is_ending:  # by all: every rank has settled every update
             self._take_agreement()
             return
         for schedule in self.schedules:
@@ -168,7 +167,7 @@ class Run:
             or self.saver.error is not None
             or bool(self.saver.notices)
             or self.callbacks.need_outcome_now
-            or self._meets_at(step)
+            or self.is_due_at(step)
         )
 
     def at_step(self) -> None:
@@ -177,7 +176,8 @@ class Run:
         self.updater.settle()
         while self.saver.notices:
             self.trainer.event("warning", source="checkpoint", message=self.saver.notices.pop(0))
-        meets, self.place.asked = self.meets(), self.updater.applied
+        meets = self.meets()
+        self.place.asked_at = self.updater.applied  # not set where due() failed: then the others' word is asked for
         if not meets:
             return
         self.place.meeting = True
@@ -201,12 +201,15 @@ class Run:
         self.updater.settle()
         step = self.counters.step
         if step != self.updater.aimed_step or self.updater.agreement.apart:
-            return self.updater.ends_now  # it was skipped, and the next update aims at the same step
+            # It was skipped, and the next update aims at the same step; or ranks were apart, and this one ends in its
+            # own error.
+            return self.updater.ends_now
         agreement = self.updater.agreement
         # A rank that has failed, in ``due`` perhaps, goes by what the others said.
-        return self.updater.ends_now or self.done or (agreement.meets if agreement.has_failed else self._meets_at(step))
+        return self.updater.ends_now or self.done or (agreement.meets if agreement.has_failed else self.is_due_at(step))
 
-    def _meets_at(self, step: int) -> bool:
+    def is_due_at(self, step: int) -> bool:
+        """Whether something is to be done at this step, once it is made, for which ranks meet."""
         return (
             step == self.settings.max_steps
             or _hits(step, self.settings.log_every)
@@ -216,6 +219,12 @@ class Run:
 
     def _validates_at(self, step: int) -> bool:
         return self.validation_data is not None and _hits(step, self.settings.val_every)
+
+    def catch_up(self) -> None:
+        """Where the run was saved at a step whose validation was due and failed, or had not been made, make it now."""
+        self.place.meeting = True
+        if self.resumed and self.counters.step > 0 and self._validates_at(self.counters.step):
+            self._validate_once()
 
     def check_meeting(self, what: str) -> None:
         """Refuse what needs every rank at a place to which a rank may have come alone, where the others would not be.
@@ -259,8 +268,8 @@ class Run:
         """Validate, unless this very step was validated already."""
         if self.validation_data is None or self.validated_step == self.counters.step:
             return
-        self.validated_step = self.counters.step
         self._validated = validate(self.trainer, self.adapter, self.validation_data, seed=self.seed)
+        self.validated_step = self.counters.step  # not where it failed: a run that goes on makes it then
         if self._validated:
             self.trainer.emit({"step": self.counters.step, "epoch": self.counters.epoch, **self._validated})
         elif not self._told_of_nothing:
@@ -292,10 +301,6 @@ class Run:
         self.exit_code = self.updater.agreement.exit_code
 
     # Beginning and end ---------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """All ranks are ready for the first batch."""
-        self.distribution.gather(None, "the first batch")
 
     def start(self) -> None:
         """The policy may report from now on, has no gradients yet, and steps per second count from here."""

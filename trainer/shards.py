@@ -33,7 +33,7 @@ def in_shards(ranks: DistributionStrategy, state: CheckpointState, *, weights: b
     """
     files = [file for file in tensor_files(state) if weights or file[0].startswith("training_state/")]
     local = {name: map_tensors(getattr(state, name), lambda tensor, _: ranks.local(tensor)) for name in TREES}
-    return replace(state, **local, places={stem: places(ranks, tensors) for stem, tensors, _ in files})
+    return replace(state, **local, places={stem: _places(ranks, tensors) for stem, tensors, _ in files})
 
 
 def write_in_shards(ranks: DistributionStrategy, temporary: Path, folder: Path, state: CheckpointState) -> None:
@@ -72,7 +72,7 @@ def _write_shards(writer: FileWriter, state: CheckpointState, rank: int) -> File
         found = state.places.get(stem)
         if found or (found is not None and rank == 0):  # one file at least, also of an optimizer without a state
             mine = {name: tensors[name] for name in found}
-            writer.tensors(shard_of(stem, rank), mine, {**metadata, **header(found)})
+            writer.tensors(shard_of(stem, rank), mine, {**metadata, **_header(found)})
     return writer
 
 
@@ -90,7 +90,7 @@ def _check_fit(writer: FileWriter, state: CheckpointState, folder: Path) -> None
         read_tensors(reader, stem)
 
 
-def places(ranks: DistributionStrategy, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
+def _places(ranks: DistributionStrategy, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
     """Of the tensors that have something for this rank to write: where that begins, and the shape of the whole."""
     found = {}
     for name, tensor in tensors.items():
@@ -101,6 +101,6 @@ def places(ranks: DistributionStrategy, tensors: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def header(found: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a shard file with these ``places``."""
+def _header(found: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a shard file with these places."""
     return {"format": "pt", "DCP_VERSION": "1.0", INFO: json.dumps(found)}

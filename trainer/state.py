@@ -28,6 +28,7 @@ from .run import Run
 from .shards import in_shards, write_in_shards
 from .together import on_main, parts, whole
 
+_PLACES = "Call it from on_due, on_validation_end or on_train_epoch_end."
 #: What a change does that puts sums of gradients together in another order.
 _ROUNDED = ", where sums are rounded otherwise: not bit for bit the same run"
 
@@ -115,13 +116,15 @@ def save(
     """
     if run.in_window and exact:
         raise CallbackError(
-            "save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n"
-            "Call it from on_due, on_validation_end or on_train_epoch_end."
+            f"save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n{_PLACES}"
         )
-    if (run.updater.settling and exact) or not run.is_open:
+    if run.updater.settling and exact:
         raise CallbackError(
-            "save_checkpoint() was called before the run has begun or in on_update_end, where callbacks and counters "
-            "are not of one moment.\nCall it from on_due, on_validation_end or on_train_epoch_end."
+            f"save_checkpoint() was called in on_update_end, which some callbacks have seen and others not.\n{_PLACES}"
+        )
+    if not run.is_open:
+        raise CallbackError(
+            f"save_checkpoint() was called before the run has begun, when callbacks have not started.\n{_PLACES}"
         )
     if exact:
         run.check_meeting("save_checkpoint()")
@@ -178,9 +181,10 @@ def _check_held(run: Run) -> None:
     named = list(run.policy.named_parameters())
     if not held <= {id(p) for _, p in named}:
         new = [name for name, p in named if p.requires_grad and id(p) not in held]
+        others = f", and not its {', '.join(new[:5])}" if new else ""
         raise CheckpointError(
-            f"At step {run.counters.step} {type(run.policy).__name__} no longer has parameters that the optimizer "
-            f"moves; none moves its {', '.join(new[:5]) or 'others'}, so it was trained no further.\n"
+            f"At step {run.counters.step} the optimizer moves parameters that {type(run.policy).__name__} no longer "
+            f"has{others}. It was trained no further.\n"
             "Fill parameters in place (parameter.data.copy_(new)) instead of replacing them."
         )
 

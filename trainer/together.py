@@ -25,18 +25,28 @@ def on_main(ranks: DistributionStrategy, action: Callable[[], T], place: str = "
     return value  # type: ignore[no-any-return]
 
 
-def tell(ranks: DistributionStrategy, error: BaseException, *, meets: bool = True) -> BaseException:
-    """What to end in: ``error``, told to the other ranks, or where it says only that they are lost, which ones.
+class Telling:
+    """Tells the other ranks of an error on its way out, or raises which ones are lost where it says no more than that.
 
     Args:
-        meets: Whether their next collective is a ``gather``, to which it is brought.
+        meets: Whether their next collective is a ``gather``, to which the error is brought.
     """
-    if ranks.is_lost(error):
-        return ranks.lost(error)
-    ranks.report(error)
-    if meets:
-        ranks.excuse(error)
-    return error
+
+    # A class, since contextlib sets the error's __traceback__, which one that is a frozen dataclass does not allow.
+
+    def __init__(self, ranks: DistributionStrategy, meets: Callable[[], bool] = lambda: True) -> None:
+        self._ranks, self._meets = ranks, meets
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        if self._ranks.is_lost(error):
+            raise self._ranks.lost(error) from error
+        self._ranks.report(error)
+        if self._meets():
+            self._ranks.excuse(error)
 
 
 def whole(ranks: DistributionStrategy, state: Any) -> Any:

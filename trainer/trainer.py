@@ -22,32 +22,30 @@ from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.scaler import GradScalerConfig
-from . import state
 from .beginning import begin_run
-from .ending import end_run, fail_with_others, stage_without_run
+from .ending import end_run, stage_without_run
+from .failure import fail_with_others
 from .hints import OrDefault, none_is_default
 from .loop import train
-from .newest import delete_checkpoint, whole_checkpoints
 from .optimizer import OptimizerFactory
 from .plan import Plan
 from .policy import adapt
 from .prepare import dry_run, prepare
 from .process import choose_threads, dead_workers_wait_for_a_draw, process_state
-from .remote import RemoteRun
 from .resolve import Choices, resolve_device, resolve_distribution, resolve_precision
 from .resume import Origin, find_origin, names_of_changes
 from .rng import preserved
 from .rollout import RolloutReport, acting, rollout
 from .run import Run
+from .run_commands import RunCommands
 from .schedule import ScheduleFactory
 from .settings import NonFinite, Settings, checked_loggers, listed, run_folder
 from .sources import data_to_validate_on
-from .together import on_main, tell
+from .together import Telling
 from .validation import validate
-from .view import RunView
 
 
-class Trainer(RunView):
+class Trainer(RunCommands):
     """Trains a robot policy on the device and in the precision that it was asked for, or says why not.
 
     ``None`` stands for the default of an argument, as null does in a run file, unless it says something else.
@@ -137,16 +135,16 @@ class Trainer(RunView):
             deterministic=deterministic,
         )
         self.facts = probe()
-        place = resolve_device(device, self.facts)
+        on = resolve_device(device, self.facts)
         self._choices = Choices(
-            place,
-            resolve_precision(precision, place.value.device, self.facts, grad_scaler),
+            on,
+            resolve_precision(precision, on.value.device, self.facts, grad_scaler),
             resolve_distribution(distributed, self.facts),
         )
         self._run_dir = run_folder(run_dir)
         self._loggers = checked_loggers(loggers)
         self._metrics = {}
-        self._collect: Callable[[str, Any], None] | None = None
+        self._collect = None
         self._evaluating = False
         self._proven = False  # whether the precision is set up: doing it again would make a new loss scale
         self._run = None
@@ -219,19 +217,17 @@ class Trainer(RunView):
         end = partial(end_run, run, self._loggers, aside)
         self._run, self._status = run, "running"
         try:
-            begin_run(run, origin, changes, settings=self._settings, asked_dir=self._run_dir)
-            train(run)
-            if run.failed:
-                fail_with_others(run)
-            self._status = "completed" if run.stop_reason is None else "stopped"
-            self.callbacks.call("on_fit_end", self, run.policy)
-            self.wait_for_checkpoint()  # so that it is there for every rank
+            with Telling(self.distribution, lambda: run.place.meeting):
+                begin_run(run, origin, changes, settings=self._settings, asked_dir=self._run_dir)
+                train(run)
+                if run.failed:
+                    fail_with_others(run)
+                self._status = "completed" if run.stop_reason is None else "stopped"
+                self.callbacks.call("on_fit_end", self, run.policy)
+                self.wait_for_checkpoint()  # so that it is there for every rank
         except BaseException as error:
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            told = tell(self.distribution, error, meets=run.place.meeting)
-            end(told)
-            if told is not error:
-                raise told from error
+            end(error)
             raise
         try:
             end()
@@ -254,130 +250,15 @@ class Trainer(RunView):
         self.device.setup()
         self.distribution.setup(self.device.device)
         try:
-            yield
-        except BaseException as error:
-            try:
-                told = tell(self.distribution, error)
-            finally:
-                self.distribution.teardown()
-            if told is not error:
-                raise told from error
+            with Telling(self.distribution):
+                yield
+        except BaseException:
+            self.distribution.teardown()
             raise
 
     def _process_state(self, threads: int | None) -> AbstractContextManager[None]:
         device_type, deterministic = self.device.device.type, self._settings.deterministic
         return process_state(deterministic=deterministic, threads=threads, device_type=device_type, facts=self.facts)
-
-    # Commands of callbacks --------------------------------------------------------------------------------------
-
-    def stop(self, reason: str, *, exit_code: int = 0) -> None:
-        """End the run after the update under way, of several ranks after the next; it counts as stopped, not as failed.
-
-        Args:
-            exit_code: Other than 0, ``fit`` ends in ``SystemExit`` with it, once everything is saved and closed.
-        """
-        self._active.stop(reason, exit_code)
-
-    def log(self, name: str, value: Any) -> None:
-        """Report a metric, a number or a scalar tensor: its mean stands in the next log record.
-
-        Called during validation it becomes a mean over the validation data.
-
-        Raises:
-            ConfigError: The name is one of a record's own fields.
-        """
-        if name in ("step", "epoch", "event"):
-            raise ConfigError(f"The metric name {name!r} is a field of every record. Log it under another name.")
-        (self._collect or self._active.means.add)(name, value)
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Report that something happened, at once: every ``on_log`` gets it, ``metrics.jsonl`` among them."""
-        step, policy = (0, None) if self._run is None else (self._run.counters.step, self._run.policy)
-        self.callbacks.call("on_log", self, policy, {"step": step, "event": kind, **fields})
-
-    def emit(self, record: Mapping[str, Any]) -> None:
-        """Hand a record of metrics to every ``on_log`` and logger, and remember its values as ``metrics``."""
-        values = {name: value for name, value in record.items() if name not in ("step", "epoch")}
-        self.remember(values)
-        self.callbacks.call("on_log", self, self._active.policy, record)
-        for logger in self._loggers:
-            logger.log_metrics(values, step=record["step"])
-
-    def remember(self, metrics: Mapping[str, float]) -> None:
-        """Make these the last known values of their metrics."""
-        self._metrics.update(metrics)
-
-    @contextmanager
-    def collecting(self, add: Callable[[str, Any], None]) -> Iterator[None]:
-        """Lead ``log`` to ``add`` for a while."""
-        before, self._collect = self._collect, add
-        try:
-            yield
-        finally:
-            self._collect = before
-
-    def training_loss(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-        """The loss of a micro-batch that is on the device, as the loop computes it; ``None`` without a gradient."""
-        return self.precision.forward(self._active.adapter.training_step, batch, batch_idx)[0]
-
-    # Checkpoints ------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        path: str | Path | None = None,
-        *,
-        background: bool = False,
-        exact: bool = True,
-        remote: str | None = None,
-        consolidated: bool = False,
-    ) -> Path:
-        """Save the run as it stands, complete or not at all; returns the checkpoint's folder.
-
-        Args:
-            path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
-            background: Return once everything is copied, and write while training goes on. The folder appears when it
-                is complete; an error ends the run at its next step. A save still under way is waited for first.
-            exact: ``False`` saves also where a window is open, marked so that a resume takes it by its path alone.
-            remote: An fsspec URL to which the checkpoint is copied once it is complete.
-            consolidated: Write ``model.safetensors`` as a whole also where each rank writes the weights that it holds.
-
-        Raises:
-            CallbackError: Called inside a window, whose gradients no checkpoint holds; ``on_due`` is the place.
-            CheckpointError: It could not be written; earlier checkpoints are untouched.
-            TrainingDiverged: Weights or buffers are no longer finite.
-        """
-        if self._evaluating:
-            raise CallbackError(
-                "save_checkpoint() was called during a validation or rollout, in which other weights may stand in.\n"
-                "Call it from on_validation_end, on_rollout_end or on_due."
-            )
-        return state.save(
-            self._active, path, background=background, exact=exact, remote=remote, consolidated=consolidated
-        )
-
-    def wait_for_checkpoint(self) -> None:
-        """Until a save in the background is complete.
-
-        Raises:
-            CheckpointError: It failed.
-        """
-        on_main(self.distribution, self._active.saver.wait, "the end of a save")
-
-    def checkpoints(self) -> list[Path]:
-        """The whole checkpoints of the run, oldest first."""
-        return whole_checkpoints(self.run_dir / "checkpoints")
-
-    def delete_checkpoint(self, checkpoint: Path) -> None:
-        """Delete one of them."""
-        delete_checkpoint(checkpoint)
-
-    def remote_run(self, url: str) -> RemoteRun:
-        """The copy of a run under an fsspec URL: its checkpoints' names, and how one is uploaded or deleted.
-
-        Raises:
-            ConfigError: There is no such kind of URL here.
-        """
-        return RemoteRun(url, None if self._run is None else self._run.id)
 
     # Without training -------------------------------------------------------------------------------------------
 
@@ -420,7 +301,7 @@ class Trainer(RunView):
                     raise ConfigError(
                         "validate() found no metric: the data gave no batch, or the policy reported nothing for it."
                     )
-                self._metrics.update(metrics)
+                self.remember(metrics)
                 self.callbacks.call("on_validation_end", self, policy)
             finally:
                 adapter.detach()
@@ -456,8 +337,8 @@ class Trainer(RunView):
     @contextmanager
     def evaluating(self, policy: nn.Module) -> Iterator[None]:
         """Eval mode, and what callbacks put in place for it; modes, weights and random streams come back exactly."""
-        if self._run is not None and self._status == "running":
-            self._run.updater.settle()  # what stands in for the weights must know of every update
+        if self._status == "running":
+            self._active.updater.settle()  # what stands in for the weights must know of every update
         self.distribution.release()  # and the weights are to be those that it finds
         before, self._evaluating = self._evaluating, True
         try:

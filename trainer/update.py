@@ -14,17 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import DistributedError, in_words
+from ..strategies.errors import DistributedError, in_words, some
 from ..strategies.mailbox import Mailbox
 from .agreement import Agreement, Slots
 from .counters import Counters
 from .divergence import Divergence
 from .fused import lands_on_the_device
-from .optimizer import moved_parameters
+from .gradients import Gradients
 from .outcome import Outcome, Reason
 from .schedule import Schedule
 from .settings import Settings
@@ -59,7 +58,6 @@ class Updater:
         self._precision, self._distribution = trainer.precision, trainer.distribution
         self._mailbox, self._slots = mailbox, Slots(*mailbox.slots)
         self._counters, self._after_step = counters, after_step
-        self._clip_norm, self._clip_value = settings.clip_norm, settings.clip_value
         # The scaler of fp16 skips overflows whatever the guard says: a scale without that is no scale.
         self._guard = settings.non_finite != "off" or self._precision.scale is not None
         self._together = self._distribution.world_size > 1
@@ -68,9 +66,10 @@ class Updater:
         bound = trainer.callbacks.bound
         self._before_step, self._before_zero_grad = bound["on_before_optimizer_step"], bound["on_before_zero_grad"]
         self._update_end = bound["on_update_end"]
-        self._named = moved_parameters(policy, self.optimizers)
-        self._parameters = list(self._named.values())
-        self._names = tuple(self._named)
+        checks = (1 + bool(self._before_step)) if self._guard else 0
+        self._gradients = Gradients(
+            policy, self.optimizers, self._precision, self._distribution, self._slots, settings, checks=checks
+        )
         self.agreement = Agreement(self._distribution, mailbox)
         #: Updates tried so far, whether settled or not.
         self.applied = 0
@@ -80,17 +79,13 @@ class Updater:
         self.failures = 0
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
         self.losses: dict[int, Tensor] = {}
-        # How often ranks put norms together before they agree; counted down, for a rank that fails on the way.
-        self._checks = (1 + bool(self._before_step)) if self._guard else 0
-        self._checks_left = self._checks
         self._states = [0 for _ in self.optimizers]  # how many parameters had one before the update applied last
         self._on_device = all(lands_on_the_device(o) for o in self.optimizers)
         if self._may_skip and self._on_device:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
                 optimizer.found_inf = self._slots.skip  # type: ignore[attr-defined]
-        #: Whether ranks have something to do together at a step; the run says so.
-        self.meets_at: Callable[[int], bool] = lambda step: False
         self._pending: Callable[[], Outcome] | None = None
+        self._left_out: list[str] = []  # of the update applied last
         self._outcome: Outcome | None = None
         self._scale_used: float | None = None  # the loss scale of the update that is settled next
         #: Whether ``on_update_end`` is under way, in which some callbacks have seen the update and some have not.
@@ -102,15 +97,16 @@ class Updater:
 
     # Applying ------------------------------------------------------------------------------------------------
 
-    def apply(self, next_window: int | None = None) -> None:
+    def apply(self, next_window: int | None, is_due_at: Callable[[int], bool]) -> None:
         """Try one update with the gradients that are there, and drop them.
 
         Args:
             next_window: Micro-batches of the window that comes next in the epoch; ``None`` where nobody knows.
+            is_due_at: Whether something is to be done at a step, for which ranks then meet.
         """
         self._begin()
         drawn, losses = self._counters.micro_batches, self._take_losses()
-        gradients = self._gradients()
+        gradients = self._gradients.found()
         if not gradients and not self._together:
             self.applied += 1
             self._pending = lambda: self._without_gradients(drawn)
@@ -124,25 +120,23 @@ class Updater:
             slots.skip.zero_()
         if self._guard:
             precision.unscale(gradients, slots.non_finite)
-            norms = self._check_norm(gradients)
+            norms = self._gradients.check(gradients)
         if self._before_step:
             for optimizer in self.optimizers:
                 for hook in self._before_step:
                     hook(self._trainer, self._policy, optimizer)
-            gradients = self._gradients()
+            gradients = self._gradients.found()
             if self._guard:  # what was edited is checked again, still before any clipping, and leaves the scale alone
                 slots.edited.zero_()
                 precision.find_non_finite(gradients, slots.edited)
-                norms = self._check_norm(gradients)
+                norms = self._gradients.check(gradients)
         if self._together:
-            meets = self.meets_at(self.aimed_step)  # user code, so before the first collective of the agreement
+            meets = is_due_at(self.aimed_step)  # user code, so before the first collective of the agreement
             self._distribution.sync_buffers()
+            self._left_out = self._distribution.left_out
             self.agreement.reach(losses.values(), meets=meets, next_window=next_window)
         self.applied += 1
-        names = self._names
-        if len(gradients) != len(names):
-            names = tuple(name for name, p in self._named.items() if p.grad is not None)
-        read = partial(self._read, norms, names, drawn, losses)
+        read = partial(self._read, norms, self._gradients.names(gradients), drawn, losses)
         try:
             self._move(gradients)
         except BaseException:
@@ -166,7 +160,7 @@ class Updater:
 
     def _move(self, gradients: list[Tensor]) -> None:
         """Clip, and let the optimizers step unless the update is a skip."""
-        self._clip(gradients)
+        self._gradients.clip(gradients)
         if not self._may_skip or self._on_device:
             self._step_all()
         else:
@@ -185,66 +179,32 @@ class Updater:
         return losses
 
     def _close(self, read: Callable[[], Outcome]) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._pending, self._checks_left = read, self._checks
-
-    def _check_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Write the norm of all gradients, raise ``skip`` if it is not finite, and give those of each."""
-        self._checks_left -= 1
-        norms = self._norms(gradients)
-        torch.linalg.vector_norm(norms, out=self._slots.norm)
-        self._precision.find_non_finite([self._slots.norm], self._slots.skip)
-        return norms
-
-    def _norms(self, gradients: list[Tensor]) -> Tensor:
-        """Those of the whole gradients. Ranks exchange as many whatever has one, since one that failed cannot know."""
-        norms, missing = self._precision.norms(gradients), len(self._parameters) - len(gradients)
-        if self._together and missing:
-            norms = nn.functional.pad(norms, (0, missing))
-        return self._distribution.norms(norms)[: len(gradients)]
-
-    def _gradients(self) -> list[Tensor]:
-        """Those that there are, of each the part that is on this rank."""
-        gradients = [gradient for p in self._parameters if (gradient := p.grad) is not None]
-        return [self._distribution.local(g) for g in gradients] if self._together else gradients
+        self._gradients.drop()
+        self._pending = read
 
     def apply_failed(self) -> None:
         """Take part in the update of a window when this rank has failed: no rank's weights move."""
         self._begin()
-        drawn, gradients = self._counters.micro_batches, [torch.zeros(1, device=self._mailbox.on_device.device)]
-        while self._checks_left > 0:
-            self._check_norm(gradients)
+        drawn, gradients = self._counters.micro_batches, self._gradients.stand_in()
         for flag in (self._slots.non_finite, self._slots.edited):
             flag.zero_()
         self._slots.skip.fill_(1.0)
         self._distribution.sync_buffers(failed=True)
         self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
         self.applied += 1
-        self._clip(gradients)
+        self._gradients.clip(gradients)  # by value, or without the guard, its norm is one more collective
         self._move_scale_and_send()
         self._close(partial(self._read, None, (), drawn, {}))
 
     @property
     def ends_now(self) -> bool:
         """Whether the ranks have agreed that the update applied last is the last one."""
-        return self._together and self.agreement.ends(self.applied)
+        return self.agreement.ends(self.applied)
 
     def _step_all(self) -> None:
         self._distribution.release()  # else a forward after it has the old weights, if a callback's forward left some
         for optimizer in self.optimizers:
             optimizer.step()
-
-    def _clip(self, gradients: list[Tensor]) -> None:
-        if self._clip_value is not None:
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-        if self._clip_norm is not None:
-            norm = self._slots.norm
-            if self._clip_value is not None or not self._guard:
-                norm = torch.linalg.vector_norm(self._norms(gradients))
-            # Source: torch.nn.utils.clip_grad_norm_, bit for bit, its 1e-6 included.
-            torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0))
 
     # Settling ------------------------------------------------------------------------------------------------
 
@@ -263,7 +223,7 @@ class Updater:
 
         Raises:
             TrainingDiverged: The run is no longer training; see ``divergence.py``.
-            DistributedError: Ranks differ in whether they meet now.
+            DistributedError: Ranks differ in whether they meet now, or in what they exchanged.
         """
         if self._pending is None:
             return
@@ -306,17 +266,32 @@ class Updater:
                 if error is not None:
                     error.add_note(f"Another callback failed too: {in_words(failure)}")
                 error = error or failure
-        if error is not None and not self.agreement.has_failed:  # else this rank has an error that ends it
+        if self.agreement.has_failed:  # an error of its own ends this rank
+            return
+        if error is not None:
             raise error
-        if not outcome.landed and not self.agreement.has_failed and outcome.reason != "failed":
+        if not outcome.landed and outcome.reason not in ("failed", "not_alike"):
             self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
         self._scale_used = outcome.scale
-        if self.agreement.apart and not self.agreement.has_failed:
+        if self.agreement.differs:
+            raise self._not_alike(outcome)
+        if self.agreement.apart:
             raise DistributedError(
                 f"At step {outcome.step} something is due on one rank, but nothing on another.\n"
                 "Let due(step) depend on the step and on settings alone, so that it answers alike on every rank; "
                 "trainer.distribution.broadcast() in on_log gives all of them the view of rank 0."
             )
+
+    def _not_alike(self, outcome: Outcome) -> DistributedError:
+        error = DistributedError(
+            f"In update {outcome.update} the ranks of a sharded run did not use the same units and parameters, so that "
+            "what they summed does not belong together. It moved nothing.\nUse all in every forward (zero times what "
+            "is left out is enough) and drop blocks alike on all ranks, or use distributed='ddp', for parameters that "
+            "some ranks leave out with DDP(find_unused_parameters=True)."
+        )
+        if self._left_out:
+            error.add_note(f"Rank {self._distribution.rank} left out: {some(self._left_out)}.")
+        return error
 
     def _forget_states(self) -> None:
         """Have no optimizer keep a state that it made in the last update: nothing moved, and a rank has not made it."""
@@ -350,6 +325,8 @@ class Updater:
             return "failed"
         if self._together and not said.has_gradients:
             return "no_gradients"
+        if self._together and said.most + said.least > 0:
+            return "not_alike"
         return "non_finite" if said.non_finite or said.edited else "norm_overflow"
 
     def _without_gradients(self, micro_batches: int) -> Outcome:

@@ -55,14 +55,14 @@ class Policy(nn.Module):
         return self.layer(observation.float())
 
 class Data:
-    def __init__(self, size: int = 16) -> None:
-        self.size = size
+    def __init__(self, size: int = 16, offset: float = 0.0) -> None:
+        self.size, self.offset = size, offset
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        return torch.ones(2) * index / self.size
+        return torch.ones(2) * index / self.size + self.offset
 
 class Mute(nn.Module):
     def __init__(self) -> None:
@@ -435,6 +435,15 @@ def test_the_resolved_run_fed_back_gives_the_same_weights(cli: Cli) -> None:
     assert _config("again") == {**_config("done"), "trainer": _config("again")["trainer"]}
     first, second = (policyfit.load(f"{folder}/checkpoints/last", device="cpu") for folder in ("done", "again"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_arguments_of_the_data_that_changed_are_told_when_a_run_goes_on(cli: Cli) -> None:
+    Path("run.yaml").write_text(RUN)
+    assert cli("fit", "run.yaml", "--data.train.init_args.offset=1.5", "--trainer.max_steps=1")[0] == 0
+    code, out, _ = cli("fit", "--resume=done", "--trainer.max_steps=3", "--data.train.init_args.offset=0.5")
+    assert code == 0
+    assert "data.train.init_args.offset was 1.5 and is now 0.5" in " ".join(out.split())
+    assert "data.train.init_args" not in cli("fit", "--resume=done", "--trainer.max_steps=4")[1]
 
 
 def test_a_run_goes_on_from_its_folder_alone(cli: Cli) -> None:

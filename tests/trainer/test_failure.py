@@ -9,6 +9,7 @@ import pytest
 from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics
 from processes import outcomes_of, run
 from ranks import Policy, Samples, job, same, train, weights
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
 from policyfit.strategies.ddp import DDP
@@ -326,6 +327,85 @@ def test_saving_after_an_exception_waits_for_nobody(tmp_path: Path, distributed:
     assert run(kept, str(tmp_path), distributed, limit_s=60.0) == ["RankFailed", "RuntimeError"]
     folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if not path.name.startswith(".")}
     assert folders == {"000002", "000004", "000006", "last"} | {"000006-exception"}
+
+
+class FailsToSave(Callback):
+    """Rank 0 fails in the save that follows the failure of another."""
+
+    def on_fit_end(self, trainer: Trainer, policy: Any) -> None:
+        if trainer.distribution.rank == 0:
+            raise OSError("no space left on device")
+
+
+def failed_twice(folder: str, distributed: str) -> list[str]:
+    try:
+        train(f"{folder}/run", distributed, extra=[Fails(1, "on_after_backward", 3), FailsToSave()])
+    except Exception as error:
+        return [str(error).splitlines()[0], *(note.splitlines()[0] for note in error.__notes__)]
+    return []
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_failure_in_the_save_after_a_failure_has_nobody_wait(tmp_path: Path, distributed: str) -> None:
+    first, second = run(failed_twice, str(tmp_path), distributed, limit_s=15.0)
+    also = "While this was handled, another error came: "
+    assert first[0].startswith("Rank 1 failed, so all ended after update 5: RuntimeError: only on this rank")
+    assert first[1:] == [f"{also}OSError: no space left on device"]
+    assert second == ["only on this rank", f"{also}RankFailed: Rank 0 failed: OSError: no space left on device"]
+
+
+class BrokenData(Samples):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise KeyError(f"observation.state of sample {index}")
+
+
+def failed_everywhere_alike(folder: str) -> tuple[str, bool]:
+    try:
+        Trainer("cpu", max_steps=3, batch_size=4, run_dir=f"{folder}/run", distributed="ddp").fit(
+            Policy(), BrokenData()
+        )
+    except Exception as error:
+        return type(error).__name__, vars(error)["is_told"]
+    return "", False
+
+
+def test_error_that_all_ranks_meet_each_at_its_own_sample_is_the_runs_own(tmp_path: Path) -> None:
+    assert run(failed_everywhere_alike, str(tmp_path), limit_s=20.0) == [("RuntimeError", True)] * 2
+    assert not (tmp_path / "run" / "checkpoints" / "last").exists()
+
+
+class FailsIn(Callback):
+    """Keeps the steps of validations; in one, rank 1 fails."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step, self.seen = step, list[int]()
+
+    def on_validation_start(self, trainer: Trainer, policy: Any) -> None:
+        if trainer.step == self.step and trainer.distribution.rank == 1:
+            raise OSError("the disk is gone")
+
+    def on_log(self, trainer: Trainer, policy: Any, record: Any) -> None:
+        if "val/loss" in record:
+            self.seen.append(record["step"])
+
+
+def validated(folder: str, steps: int, fails_in: int | None) -> list[int]:
+    seen = FailsIn(fails_in)
+    trainer = Trainer(
+        "cpu", max_steps=steps, batch_size=4, val_every=4, run_dir=f"{folder}/run", distributed="ddp", callbacks=[seen]
+    )
+    try:
+        trainer.fit(Policy(), Samples(), Samples(), resume="auto", schedule=lambda o: ReduceLROnPlateau(o))
+    except (OSError, DistributedError):
+        assert trainer.step == fails_in
+    return seen.seen
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_validation_that_failed_is_made_when_the_run_goes_on(tmp_path: Path, steps: int) -> None:
+    assert run(validated, str(tmp_path), steps, 4, limit_s=20.0) == [[], []]
+    wanted = list(dict.fromkeys([4, steps]))
+    assert run(validated, str(tmp_path), steps, None, limit_s=20.0) == [wanted, wanted]
 
 
 class Speechless(Exception):

@@ -15,6 +15,7 @@ from toys import Batch, InMemory, batches
 
 from policyfit import FP16, Callback, Checkpoint, Trainer
 from policyfit.callbacks.hooks import HOOKS
+from policyfit.strategies.distributed import SingleProcess
 
 
 class Policy(nn.Module):
@@ -165,6 +166,21 @@ def test_an_interrupt_reaches_on_exception_and_teardown_and_no_on_fit_end() -> N
     ends = Ends()
     with pytest.raises(KeyboardInterrupt):
         fit(trainer_with(raising("on_after_backward", KeyboardInterrupt()), ends), Policy())
+    assert ends.came == [("KeyboardInterrupt", "interrupted"), ("teardown", "interrupted")]
+
+
+def test_an_interrupt_while_other_ranks_are_told_of_an_error_ends_all_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SingleProcess, "excuse", interrupted)
+    policy, ends = Policy(), Ends()
+    before = everything(policy)
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer_with(Sets(), raising("on_fit_start", KeyError()), ends), policy)
+    assert everything(policy) == before
     assert ends.came == [("KeyboardInterrupt", "interrupted"), ("teardown", "interrupted")]
 
 

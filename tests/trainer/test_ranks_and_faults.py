@@ -22,8 +22,9 @@ from ranks import SAMPLES, Policy, Rolls, Samples, Walk, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from policyfit import FSDP, Callback, ConfigError, Trainer
+from policyfit import DDP, FSDP, Callback, ConfigError, Trainer
 from policyfit.strategies.group import ManyProcesses
+from policyfit.trainer import beginning
 from policyfit.trainer.checkpoint import read_checkpoint
 from policyfit.trainer.pieces import Pieces
 
@@ -303,6 +304,38 @@ def rolling_slowly(folder: str) -> int:
 
 def test_a_rollout_that_lasts_longer_than_a_collective_may_ends_no_run(tmp_path: Path) -> None:
     assert run(rolling_slowly, str(tmp_path / "run"), limit_s=40.0) == [4, 4]
+
+
+def apart(folder: str, distributed: Any) -> tuple[str, str]:
+    """Rank 1 is on a machine where the run's folder is not."""
+    read = Path.read_text
+
+    def read_here(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        return read(Path("nowhere") if path.name == "plan.json" else path, encoding, errors)
+
+    if os.environ["RANK"] == "1":
+        beginning._ARRIVAL_S = 0.2
+        Path.read_text = read_here  # type: ignore[method-assign, assignment]
+    trainer = Trainer("cpu", max_steps=1, batch_size=4, run_dir=folder, distributed=distributed)
+    try:
+        trainer.fit(Policy(), Samples())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", trainer.plan.text()
+
+
+def test_ranks_without_shared_storage_are_refused_where_each_writes_and_told_elsewhere(tmp_path: Path) -> None:
+    blind = f"Rank 1 does not see the run's folder {tmp_path}"
+    for kind, text in run(apart, str(tmp_path / "fsdp"), FSDP()):
+        assert kind == "DistributedError"
+        assert text.startswith(f"{blind}/fsdp, where each rank of a sharded run writes its part")
+    assert not (tmp_path / "fsdp" / "checkpoints").exists()
+    for distributed in (DDP(), FSDP(checkpoint="whole")):
+        folder = tmp_path / distributed.name / "whole"
+        for kind, text in run(apart, str(folder), distributed):
+            assert kind == ""
+            assert f"{blind}/{distributed.name}/whole, so a resume will need a copy of it there" in text
+        assert (folder / "checkpoints" / "last").exists()
 
 
 class Replaces(Policy):

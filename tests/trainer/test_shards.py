@@ -183,6 +183,8 @@ class Full(Callback):
         if trainer.distribution.rank == self.rank and trainer.step == 3:
             from policyfit.trainer import checkpoint_files
 
+            trainer._active.saver.wait()  # that of step 2 is to be complete
+
             def full(*_: Any) -> None:
                 raise OSError(28, "No space left on device")
 
@@ -212,6 +214,7 @@ class Dies(Callback):
         if trainer.distribution.rank == 1 and trainer.step == 3:
             from policyfit.trainer import checkpoint_files
 
+            trainer._active.saver.wait()  # that of step 2 is to be complete
             checkpoint_files.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
 
 

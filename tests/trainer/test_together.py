@@ -167,7 +167,25 @@ def test_run_goes_on_with_other_ranks_and_says_so(
     if ranks_before != ranks_after:
         assert f"ranks were {ranks_before} and are now {ranks_after}, where sums are" in results[0]["plan"]
     assert f"distribution was {before} and is now {after}, where sums are rounded otherwise" in results[0]["plan"]
+    assert "an update had" not in results[0]["plan"]
     assert load(f"{tmp_path}/run", device="cpu", policy=Policy()).training is False
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adagrad"])
+def test_optimizer_without_a_fused_form_for_shards_goes_on_from_ddp_and_back(tmp_path: Path, optimizer: str) -> None:
+    straight = run(job, str(tmp_path / "straight"), "ddp", {"steps": 6, "optimizer": optimizer})
+    for steps, distributed in ((2, "ddp"), (4, "fsdp"), (6, "ddp")):
+        resumed = run(job, str(tmp_path), distributed, {"steps": steps, "optimizer": optimizer, "resume": "auto"})
+        assert (("not fused" in resumed[0]["plan"]), resumed[0]["step"]) == (distributed == "fsdp", steps)
+    close(weights(resumed[0]), weights(straight[0]))
+
+
+def test_run_that_goes_on_with_more_ranks_says_what_an_update_has_now(tmp_path: Path) -> None:
+    train(f"{tmp_path}/run", "none", steps=3, batch_size=4)
+    plan = run(job, str(tmp_path), "ddp", {"steps": 4, "batch_size": 4, "resume": "last"})[0]["plan"]
+    assert "an update had 4 samples and has 8 now, as batch_size=2 would keep it" in plan
+    with pytest.raises(ConfigError, match=r"batch_size was 8 \(4 on each of 2 ranks\) and is now 2\."):
+        train(f"{tmp_path}/run", "none", steps=5, batch_size=2, resume="last")
 
 
 def test_three_and_four_ranks_load_what_two_saved_in_shards(tmp_path: Path) -> None:
@@ -237,13 +255,13 @@ def test_gradients_of_training_step_are_averaged_too(tmp_path: Path) -> None:
 
 
 def masked(folder: str) -> Any:
-    from ranks import Masked, Samples
+    from ranks import Detached, Samples
 
     torch.manual_seed(0)
     trainer = Trainer(
         "cpu", max_steps=5, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed="ddp", default_callbacks=False
     )
-    trainer.fit(Masked(rank=int(os.environ["RANK"])), Samples())
+    trainer.fit(Detached(windows=(0, 2, 4), rank=int(os.environ["RANK"]), ranks=(1,)), Samples())
     return trainer.step
 
 
