@@ -124,9 +124,9 @@ class DDP(ManyProcesses):
         With ``find_unused_parameters`` zero times one that is in use: torch gives zeros to what any rank uses, and what
         none uses is to have no gradient.
         """
+        one = self._in_use if self.find_unused_parameters else None
         if closes:
-            with _without_hooks(p for _, p in self._trainable):
-                module(policyfit_step=self._zero).backward()
+            self._backward_of_zero(module, self._trained() if one is None or not one.requires_grad else [one])
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """A forward and backward of zeros; where a backward was left by an error, what is missing of that backward.
@@ -135,22 +135,25 @@ class DDP(ManyProcesses):
         it has.
         """
         try:
-            self.backward_of_nothing(module, closes=closes)
+            if closes:
+                self._backward_of_zero(module, self._trained())
         except RuntimeError as error:
             if not _is_unfinished(error):
                 raise
-            with _without_hooks(p for _, p in self._trainable):
-                for parameter in (p for _, p in self._trainable if p.requires_grad):
+            with _without_hooks(self._trained()):
+                for parameter in (p for p in self._trained() if p.requires_grad):
                     try:
                         _nothing(parameter).backward()  # type: ignore[no-untyped-call]
                     except RuntimeError as said:
                         if "mark a variable ready only once" not in in_words(said):
                             raise
 
-    def _zero(self) -> Tensor:
-        if self.find_unused_parameters and self._in_use is not None and self._in_use.requires_grad:
-            return _nothing(self._in_use)
-        return torch.stack([_nothing(p) for _, p in self._trainable]).sum()
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._trainable]
+
+    def _backward_of_zero(self, module: nn.Module, of: list[nn.Parameter]) -> None:
+        with _without_hooks(self._trained()):
+            module(policyfit_step=lambda: torch.stack([_nothing(p) for p in of]).sum()).backward()
 
 
 class _Door(nn.Module):

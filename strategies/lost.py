@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import distributed
 
 from .errors import in_words
@@ -56,5 +58,6 @@ def named(numbers: list[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without gloo's guesses and good wishes."""
-    return (str(error).strip() or "no message").splitlines()[0].partition(". This is typically")[0].rstrip(".")
+    """What an error says, without gloo's source lines, guesses and good wishes."""
+    line = (str(error).strip() or "no message").splitlines()[0].partition(". This is typically")[0].rstrip(".")
+    return re.sub(r"^\[\S+:\d+\] ", "", line)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from ..strategies.errors import DistributedError
@@ -91,8 +92,9 @@ def _check_shared(run: Run) -> None:
     ranks = run.distribution
     if ranks.world_size == 1:
         return
-    plan = ranks.broadcast((run.run_dir / "plan.json").read_text() if ranks.is_main else "", "the start of the run")
-    seen = ranks.gather(_sees(run.run_dir / "plan.json", plan), "the start of the run")
+    plan = run.run_dir / "plan.json"
+    digest = ranks.broadcast(_digest(plan) if ranks.is_main else "", "the start of the run")
+    seen = ranks.gather(_sees(plan, digest), "the start of the run")
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if not blind:
         return
@@ -105,12 +107,16 @@ def _check_shared(run: Run) -> None:
     run.trainer.plan.notes.append(f"{who}, so a resume will need a copy of it there")
 
 
-def _sees(path: Path, text: str) -> bool:
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def _sees(path: Path, digest: str) -> bool:
     """Whether a file has come here, for which network storage may take some seconds."""
     deadline = time.monotonic() + _ARRIVAL_S
     while True:
         with suppress(OSError):
-            if path.read_text() == text:
+            if _digest(path) == digest:
                 return True
         if time.monotonic() > deadline:
             return False

@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 
 from ..strategies.distributed import RankFailed
-from ..strategies.errors import in_words, without_numbers
+from ..strategies.errors import in_words
 from .ending import run_all
 from .metrics import Means
 from .run import Run
@@ -87,13 +87,12 @@ def _others_meet(run: Run) -> bool:
 def fail_with_others(run: Run) -> NoReturn:
     """Save what all ranks have, and end in this rank's error or that of another.
 
-    An error that is the same on all but for numbers, such as that of a sample, is the run's, and not saved, as in a
-    single process.
+    An error that is the same on all is the run's, and not saved, as in a single process.
     """
     words = None if run.failure is None else in_words(run.failure)
     answers = run.distribution.gather((words, run.updater.lacks_update), "the end of a run that failed")
     errors = [answer for answer, _ in answers]
-    differ = len({None if error is None else without_numbers(error) for error in errors}) > 1
+    differ = len(set(errors)) > 1
     whole = _whole_rank(run, [lacks_update for _, lacks_update in answers])
     run.saves_from, run.is_torn = whole or 0, differ and whole is None
     error = run.failure or _failure_of_another(run, errors)

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -163,7 +164,7 @@ def _assemble(
     _add_masters(plan, policy, precision)
     plan.add("distribution", choices.distribution.asked, choices.distribution.chosen, choices.distribution.reason)
     plan.add("tf32", settings.tf32, tf32_word(settings.tf32, tf32), tf32.reason)
-    plan.add("threads", "", "torch's choice" if threads is None else threads, why_threads)
+    plan.add("threads", "", torch.get_num_threads() if threads is None else threads, why_threads)
     about = "; ".join([f"{adapter.dialect} dialect", *_frozen_words(policy)])
     plan.add("policy", "", f"{class_of(policy).__name__}, {size:,} trainable parameters", about)
     reasons = [movers.origin, *filter(None, map(rates, movers.optimizers))]

@@ -369,9 +369,8 @@ def failed_everywhere_alike(folder: str) -> tuple[str, bool]:
     return "", False
 
 
-def test_error_that_all_ranks_meet_each_at_its_own_sample_is_the_runs_own(tmp_path: Path) -> None:
+def test_error_that_all_ranks_meet_each_at_its_own_sample_is_told_once(tmp_path: Path) -> None:
     assert run(failed_everywhere_alike, str(tmp_path), limit_s=20.0) == [("RuntimeError", True)] * 2
-    assert not (tmp_path / "run" / "checkpoints" / "last").exists()
 
 
 class FailsIn(Callback):

@@ -308,14 +308,14 @@ def test_a_rollout_that_lasts_longer_than_a_collective_may_ends_no_run(tmp_path:
 
 def apart(folder: str, distributed: Any) -> tuple[str, str]:
     """Rank 1 is on a machine where the run's folder is not."""
-    read = Path.read_text
+    read = Path.read_bytes
 
-    def read_here(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
-        return read(Path("nowhere") if path.name == "plan.json" else path, encoding, errors)
+    def read_here(path: Path) -> bytes:
+        return read(Path("nowhere") if path.name == "plan.json" else path)
 
     if os.environ["RANK"] == "1":
         beginning._ARRIVAL_S = 0.2
-        Path.read_text = read_here  # type: ignore[method-assign, assignment]
+        Path.read_bytes = read_here  # type: ignore[method-assign]
     trainer = Trainer("cpu", max_steps=1, batch_size=4, run_dir=folder, distributed=distributed)
     try:
         trainer.fit(Policy(), Samples())
