@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, PrecisionError
+from .errors import ConfigError, PrecisionError, some
 from .facts import MachineFacts
 from .scaler import GradScalerConfig
 
@@ -176,9 +176,8 @@ def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     wrong = [(name, p.dtype) for name, p in parameters if p.requires_grad and p.dtype != torch.float32]
     if wrong:
-        shown = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in wrong[:5])
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        shown = some([f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in wrong])
         raise PrecisionError(
-            f"Trainable parameters stay float32 in every precision, but {len(wrong)} are not: {shown}{more}.\n"
+            f"Trainable parameters stay float32 in every precision, but {len(wrong)} are not: {shown}.\n"
             "Call policy.float() before fit, or freeze them with requires_grad_(False)."
         )

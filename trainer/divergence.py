@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import ConfigError, LossScaleCollapse, TrainingDiverged
+from ..strategies.errors import ConfigError, LossScaleCollapse, TrainingDiverged, some
 from .counters import Counters
 from .outcome import REASONS, Outcome
 from .settings import Settings
@@ -95,7 +95,7 @@ class Divergence:
         bad = list(dict.fromkeys(name for names in self._ranks.gather(own, "save_checkpoint()") for name in names))
         if bad:
             raise TrainingDiverged(
-                f"At step {self._counters.step} these are inf or NaN and are not saved: {', '.join(bad[:5])}.\n"
+                f"At step {self._counters.step} these are inf or NaN and are not saved: {some(bad)}.\n"
                 "The checkpoints before this step are untouched; resume from the last of them."
             )
 
@@ -120,7 +120,7 @@ def _non_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def _end(kind: type[TrainingDiverged], outcome: Outcome, why: str, loss: float | None) -> NoReturn:
     names = outcome.non_finite_parameters()
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = some(names)
     scale = "" if outcome.scale is None else f", loss scale {outcome.scale:g}"
     reason = "" if outcome.reason is None else REASONS[outcome.reason]
     raise kind(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..strategies.errors import ConfigError
+from ..strategies.errors import ConfigError, some
 from .optimizer import OptimizerFactory, trainable
 from .policy import PolicyAdapter
 from .schedule import Schedule, ScheduleFactory, as_schedule
@@ -71,10 +71,7 @@ def unmoved(policy: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """A remark on the trainable parameters that no optimizer moves, if there are any."""
     moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in moved]
-    if not left:
-        return []
-    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-    return [f"no optimizer has these trainable parameters, so they stay as they are: {', '.join(left[:5])}{more}"]
+    return [f"no optimizer has these trainable parameters, so they stay as they are: {some(left)}"] if left else []
 
 
 def optimizer_settings(optimizers: Sequence[Optimizer]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.errors import ConfigError, DistributedError, some
 from ..strategies.tree import map_leaves
 from .data import TrainingData, training_data, validation_loader
 from .policy import PolicyAdapter, brings
@@ -98,7 +98,7 @@ def set_statistics(policy: nn.Module, stats: Mapping[str, Any] | None) -> None:
     map_leaves(stats, lambda leaf, key: None if _is_finite(leaf) else bad.append(key))
     if bad:
         raise ConfigError(
-            f"The statistics of the training dataset are inf or NaN in {', '.join(bad[:5])}, and so would be all that "
+            f"The statistics of the training dataset are inf or NaN in {some(bad)}, and so would be all that "
             "the policy computes with them.\nCompute them from samples that are finite."
         )
     take(stats)

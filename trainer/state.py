@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import CallbackError, CheckpointError, PolicyfitError
+from ..strategies.errors import CallbackError, CheckpointError, PolicyfitError, some
 from . import changes
 from .checkpoint import CheckpointState, begin, write_checkpoint
 from .counters import Counters
@@ -181,7 +181,7 @@ def _check_held(run: Run) -> None:
     named = list(run.policy.named_parameters())
     if not held <= {id(p) for _, p in named}:
         new = [name for name, p in named if p.requires_grad and id(p) not in held]
-        others = f", and not its {', '.join(new[:5])}" if new else ""
+        others = f", and not its {some(new)}" if new else ""
         raise CheckpointError(
             f"At step {run.counters.step} the optimizer moves parameters that {type(run.policy).__name__} no longer "
             f"has{others}. It was trained no further.\n"
