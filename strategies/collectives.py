@@ -96,7 +96,7 @@ class Collectives:
     def take_strays(self) -> bool:
         """Whether a forward outside of micro-batches may have left units gathered; forgets it."""
         had, self._has_strays = self._has_strays, False
-        return had
+        return had or self.shards.size() == 1  # with all rows on each rank torch gathers nothing that could be noted
 
     def take_course(self) -> int:
         """A hash of the gathers and reductions since the last call, and of their order."""

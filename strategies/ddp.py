@@ -45,7 +45,6 @@ class DDP(ManyProcesses):
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._in_use: nn.Parameter | None = None  # one that had a gradient in the last update
 
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
@@ -57,6 +56,7 @@ class DDP(ManyProcesses):
 
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
+        self._door = _Door(policy, self._device if self.find_unused_parameters else None)
         options = DistributedDataParallelKwargs(
             broadcast_buffers=False,
             find_unused_parameters=self.find_unused_parameters,
@@ -74,10 +74,10 @@ class DDP(ManyProcesses):
         with warnings.catch_warnings():
             # torch 2.13 has a new name for broadcast_buffers, which accelerate does not know.
             warnings.simplefilter("ignore", FutureWarning)
-            wrapped: nn.Module = accelerator.prepare_model(_Door(policy))
+            wrapped: nn.Module = accelerator.prepare_model(self._door)
         self._take_from_rank_0(policy.buffers())
         with warnings.catch_warnings(action="ignore"):  # of zeros no parameter is left out, as torch says once
-            self.backward_of_nothing(wrapped, closes=True)
+            self._backward_of_zero(wrapped, self._trained())
         policy.zero_grad()
         return wrapped
 
@@ -96,7 +96,6 @@ class DDP(ManyProcesses):
     @contextmanager
     def _closing(self, module: Any) -> Iterator[None]:
         yield
-        self._in_use = next((p for _, p in self._trainable if p.grad is not None), None)
         try:
             module._check_reducer_finalized()
         except RuntimeError as error:
@@ -114,19 +113,18 @@ class DDP(ManyProcesses):
             raise ConfigError(
                 "These parameters were frozen when the run began and have thawed since, but DDP averages the gradients "
                 f"only of what could be trained then: {some(thawed)}.\nBegin with all that is ever trained thawed, "
-                "with DDP(find_unused_parameters=True), and freeze it in on_train_epoch_start; or use "
+                "with DDP(find_unused_parameters=True), and freeze it in on_fit_start and on_train_epoch_start; or use "
                 "distributed='fsdp'."
             )
 
     def backward_of_nothing(self, module: nn.Module, *, closes: bool) -> None:
         """A forward whose loss is zero times every parameter, and its backward, where the window closes.
 
-        With ``find_unused_parameters`` zero times one that is in use: torch gives zeros to what any rank uses, and what
-        none uses is to have no gradient.
+        With ``find_unused_parameters`` it is zero times a parameter that is nobody's: torch gives zeros to what any
+        rank uses, and what none uses is to have no gradient.
         """
-        one = self._in_use if self.find_unused_parameters else None
         if closes:
-            self._backward_of_zero(module, self._trained() if one is None or not one.requires_grad else [one])
+            self._backward_of_zero(module, list(self._door.nobodys) or self._trained())
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """A forward and backward of zeros; where a backward was left by an error, what is missing of that backward.
@@ -159,9 +157,11 @@ class DDP(ManyProcesses):
 class _Door(nn.Module):
     """Lets torch's wrapper, which calls ``forward`` only, call any function that runs the policy."""
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module, nobodys_on: torch.device | None) -> None:
         super().__init__()
         self.policy = policy
+        # Behind the policy's, by whose numbers torch says which got no gradient. No optimizer moves it.
+        self.nobodys = nn.ParameterList([] if nobodys_on is None else [torch.zeros(1, device=nobodys_on)])
 
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""

@@ -28,6 +28,7 @@ class LeftOut:
         numbered = enumerate(policy.named_parameters())
         self._known = {id(parameter): (number, name) for number, (name, parameter) in numbered}
         self._filled: dict[int, Any] = {}  # by number
+        self._is_closing = False
         self._kept: dict[int, Any] | None = None  # in padding, the gradients from before it, by id
         self._groups = [group for unit in units for group in _groups(unit)]
         self._of_root = self._groups[-1].fsdp_params if _groups(policy) else []  # has a part in every forward
@@ -37,8 +38,11 @@ class LeftOut:
     @contextmanager
     def window(self) -> Iterator[None]:
         """Around the backward that reduces a window's gradients; what was left out has none afterwards."""
-        self._filled = {}
-        yield
+        self._filled, self._is_closing = {}, True
+        try:
+            yield
+        finally:
+            self._is_closing = False
         for one in self._filled.values():
             one.sharded_param.grad = None
 
@@ -69,7 +73,7 @@ class LeftOut:
             for one in group.fsdp_params:
                 kept, new = self._kept.pop(id(one), None), one._unsharded_param.grad
                 one._unsharded_param.grad = new.zero_() if kept is None and new is not None else kept
-        if group.reduce_grads:
+        if self._is_closing:  # and not in a backward that a callback makes, whose zeros nobody would take away
             self._fill(group.fsdp_params)
         post_backward(*unused)
 
@@ -85,8 +89,12 @@ class LeftOut:
         for one in missing:
             if one.sharded_param.requires_grad:
                 one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
-                if one.sharded_param.grad is None:
+                if one.sharded_param.grad is None and id(one.sharded_param) in self._known:
                     self._filled[self._known[id(one.sharded_param)][0]] = one
+        if any(one.unsharded_accumulated_grad is not None for one in of_unit):  # what is reduced has to be of one type
+            for one in of_unit:
+                if one.unsharded_accumulated_grad is None:
+                    one.to_accumulated_grad_if_needed()
 
 
 def _groups(unit: Any) -> list[Any]:

@@ -155,6 +155,7 @@ class Updater:
 
     def _begin(self) -> None:
         self.settle()
+        self._distribution.release()  # so that callbacks find the gradients where they are
         self.aimed_step = self._counters.step + 1
         self._states = [len(optimizer.state) for optimizer in self.optimizers]
 

@@ -61,8 +61,15 @@ class InOrder(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Reasons(Callback):
-    def __init__(self) -> None:
-        self.reasons: list[str | None] = []
+    """Keeps what became of updates; and has gradients of its own between them, if it ``looks``."""
+
+    def __init__(self, looks: bool = False) -> None:
+        self.reasons, self.looks = list[str | None](), looks
+
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.looks:
+            x = batch["x"].clone().requires_grad_()
+            torch.autograd.grad(policy({**batch, "x": x}), x)
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Any) -> None:
         self.reasons.append(outcome.reason)
@@ -72,6 +79,8 @@ STRATEGIES: dict[str, Any] = {
     "none": lambda: "none",
     "ddp": lambda: DDP(find_unused_parameters=True),
     "fsdp": lambda: FSDP(timeout=30.0),
+    "bf16 sums": lambda: FSDP(timeout=30.0, reduce_dtype="bfloat16"),
+    "replicas": lambda: FSDP(timeout=30.0, shard=1, replicate=2),
 }
 
 
@@ -80,8 +89,9 @@ def policies() -> dict[str, Any]:
 
 
 def trained(
-    folder: str, kind: str, what: str, batch_size: int, accumulate: int = 1, data: Any = (16,), epochs: int = 1
-) -> dict[str, Any]:
+    folder: str, kind: str, what: str, batch_size: int, accumulate: int = 1, data: Any = (16,), epochs: int = 1,
+    looks: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """One rank's part of a run; what it ends with, weights whole.
 
     Args:
@@ -89,7 +99,7 @@ def trained(
         data: What ``InOrder`` takes.
     """
     name, _, choice = what.partition(": ")
-    reasons = Reasons()
+    reasons = Reasons(looks)
     trainer = Trainer(
         "cpu", distributed=STRATEGIES[kind](), run_dir=folder, max_epochs=epochs, accumulate=accumulate, seed=0,
         callbacks=[reasons],
@@ -114,6 +124,20 @@ def test_what_all_ranks_leave_out_stays_as_in_one_process(tmp_path: Path, choice
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-7, msg=name)
         if choice == "first":  # not even decayed
             assert torch.equal(found["heads.1.weight"], Heads("first").state_dict()["heads.1.weight"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "replicas"])
+def test_gradients_that_a_callback_takes_leave_none_behind(tmp_path: Path, kind: str) -> None:
+    one = weights(trained(str(tmp_path / "one"), "none", "Heads: first", 4))
+    two = weights(run(trained, str(tmp_path / "two"), kind, "Heads: first", 2, 1, (16,), 1, True)[0])
+    for name, value in two.items():
+        torch.testing.assert_close(value, one[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_what_is_left_out_is_reduced_in_the_type_of_the_rest(tmp_path: Path) -> None:
+    for rank in run(trained, str(tmp_path / "run"), "bf16 sums", "Heads: in turns", 2, 2):
+        assert "error" not in rank
+        assert rank["reasons"] == [None] * 2
 
 
 @pytest.mark.parametrize(("choice", "accumulate"), [("by rank", 1), ("one rank in turns", 1), ("one rank in turns", 2)])
@@ -173,6 +197,14 @@ def test_padding_whose_loss_is_not_finite_skips_nothing(tmp_path: Path, kind: st
             assert rank["reasons"] == one["reasons"]
         for name, value in weights(two[0]).items():
             torch.testing.assert_close(value, weights(one)[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_padding_of_the_first_window_gives_no_gradient_to_what_no_rank_uses(tmp_path: Path) -> None:
+    two = run(trained, str(tmp_path / "two"), "ddp", "Heads: first", 2, 1, (2,), 3)[0]
+    assert torch.equal(weights(two)["heads.1.weight"], Heads("first").state_dict()["heads.1.weight"])
+    one = weights(trained(str(tmp_path / "one"), "none", "Heads: first", 4, data=(2,), epochs=3))
+    for name, value in weights(two).items():
+        torch.testing.assert_close(value, one[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
 class Flagged(Heads):

@@ -128,6 +128,43 @@ def test_forward_where_each_rank_comes_in_its_own_time_is_refused(tmp_path: Path
         assert text.startswith("CallbackError: A sharded policy was run in on_update_end")
 
 
+def probed_with_one_shard(folder: str) -> list[Any]:
+    """Where torch gathers nothing, and so tells nobody that it has taken the shards away."""
+    results = []
+    for hook in ("", "on_before_optimizer_step", "on_due"):
+        strategy: Any = FSDP(shard=1, replicate=2)
+        extra = [Probes(hook)] if hook else []
+        results.append(train(f"{folder}/{hook}", strategy, steps=7, extra=extra, val=True, val_every=3))
+    return results
+
+
+def test_forward_of_a_callback_changes_nothing_with_one_shard_either(tmp_path: Path) -> None:
+    without, *others = run(probed_with_one_shard, str(tmp_path), limit_s=60.0)[0]
+    for other in others:
+        same(weights(other), weights(without))
+        assert other["records"] == without["records"]
+
+
+class Counts(Callback):
+    """How many gradients there are before the optimizer steps."""
+
+    def __init__(self) -> None:
+        self.counts: set[int] = set()
+
+    def on_before_optimizer_step(self, trainer: Trainer, policy: Any, optimizer: Any) -> None:
+        self.counts.add(sum(p.grad is not None for p in policy.parameters()))
+
+
+def counted(folder: str) -> set[int]:
+    counts = Counts()
+    train(f"{folder}/run", "fsdp", steps=3, extra=[Probes("on_after_backward"), counts])
+    return counts.counts
+
+
+def test_gradients_are_there_for_a_callback_after_another_has_run_the_policy(tmp_path: Path) -> None:
+    assert run(counted, str(tmp_path), limit_s=40.0) == [{8}, {8}]
+
+
 class CallsAUnit(Callback):
     """Before anything has run the policy."""
 
