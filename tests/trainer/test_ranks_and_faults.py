@@ -315,7 +315,7 @@ def apart(folder: str, distributed: Any) -> tuple[str, str]:
 
     if os.environ["RANK"] == "1":
         beginning._ARRIVAL_S = 0.2
-        Path.read_bytes = read_here  # type: ignore[method-assign]
+        Path.read_bytes = read_here  # type: ignore[method-assign, assignment]
     trainer = Trainer("cpu", max_steps=1, batch_size=4, run_dir=folder, distributed=distributed)
     try:
         trainer.fit(Policy(), Samples())
