@@ -94,9 +94,13 @@ class Collectives:
             self._is_silent = False
 
     def take_strays(self) -> bool:
-        """Whether a forward outside of micro-batches may have left units gathered; forgets it."""
+        """Whether a forward outside of micro-batches may have left units gathered; forgets it.
+
+        Not on a rank that has failed, on which each unit is let go at once.
+        """
         had, self._has_strays = self._has_strays, False
-        return had or self.shards.size() == 1  # with all rows on each rank torch gathers nothing that could be noted
+        # With all rows on each rank torch gathers nothing that could be noted.
+        return (had or self.shards.size() == 1) and not self._has_failed
 
     def take_course(self) -> int:
         """A hash of the gathers and reductions since the last call, and of their order."""

@@ -232,7 +232,7 @@ class FSDP(ManyProcesses):
         assert self._collectives is not None
         assert self._left_out is not None
         self.release()
-        with self._collectives.micro_batch(), self._left_out.window() if closes else _without_reduction(module):
+        with self._collectives.micro_batch(), self._left_out.closing() if closes else _without_reduction(module):
             yield
         self._mark(self.timeout)
 
@@ -259,7 +259,9 @@ class FSDP(ManyProcesses):
         """Of the order of gathers and reductions, and of the parameters that had zeros for a gradient."""
         assert self._collectives is not None
         assert self._left_out is not None
-        return float(hash((self._collectives.take_course(), *self._left_out.numbers)) % 2**20)
+        fingerprint = hash((self._collectives.take_course(), *self._left_out.numbers)) % 2**20
+        self._left_out.begin()
+        return float(fingerprint)
 
     @property
     def left_out(self) -> list[str]:
@@ -275,10 +277,12 @@ class FSDP(ManyProcesses):
         return nullcontext() if self._collectives is None else self._collectives.silence()
 
     def release(self) -> None:
-        """The policy's parameters are shards again."""
+        """The policy's parameters are shards again, and have no zeros for gradients that this rank has not."""
         if self._collectives is not None and self._collectives.take_strays():
             for unit in self._sharded:
                 self._let_go(unit)
+        if self._left_out is not None:
+            self._left_out.take_back()
 
     def _let_go(self, unit: Any) -> None:
         unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off

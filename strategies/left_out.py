@@ -28,7 +28,7 @@ class LeftOut:
         numbered = enumerate(policy.named_parameters())
         self._known = {id(parameter): (number, name) for number, (name, parameter) in numbered}
         self._filled: dict[int, Any] = {}  # by number
-        self._is_closing = False
+        self._is_closed = False
         self._kept: dict[int, Any] | None = None  # in padding, the gradients from before it, by id
         self._groups = [group for unit in units for group in _groups(unit)]
         self._of_root = self._groups[-1].fsdp_params if _groups(policy) else []  # has a part in every forward
@@ -36,15 +36,24 @@ class LeftOut:
             group.post_backward = partial(self._before, group, group.post_backward)
 
     @contextmanager
-    def window(self) -> Iterator[None]:
-        """Around the backward that reduces a window's gradients; what was left out has none afterwards."""
-        self._filled, self._is_closing = {}, True
-        try:
-            yield
-        finally:
-            self._is_closing = False
-        for one in self._filled.values():
-            one.sharded_param.grad = None
+    def closing(self) -> Iterator[None]:
+        """Around the backward that closes a window; what the window left out has no gradient afterwards."""
+        yield
+        self._is_closed = True
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Of a window that is closed, the zeros, also those of a backward that a callback has made since.
+
+        Not before: until then another rank may have given a gradient to what is left out here so far.
+        """
+        if self._is_closed:
+            for one in self._filled.values():
+                one.sharded_param.grad = None
+
+    def begin(self) -> None:
+        """The next window begins."""
+        self._filled, self._is_closed = {}, False
 
     @contextmanager
     def padding(self) -> Iterator[None]:
@@ -73,7 +82,7 @@ class LeftOut:
             for one in group.fsdp_params:
                 kept, new = self._kept.pop(id(one), None), one._unsharded_param.grad
                 one._unsharded_param.grad = new.zero_() if kept is None and new is not None else kept
-        if self._is_closing:  # and not in a backward that a callback makes, whose zeros nobody would take away
+        if group.reduce_grads:
             self._fill(group.fsdp_params)
         post_backward(*unused)
 

@@ -62,14 +62,15 @@ class Gradients:
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
         """Those of the whole gradients. Ranks exchange as many whatever has one, since one that failed cannot know."""
-        norms, missing = self._precision.norms(gradients), len(self._parameters) - len(gradients)
+        norms = self._precision.norms(gradients) if gradients else self._slots.norm.new_zeros(0)
+        missing = len(self._parameters) - len(gradients)
         if self._together and missing:
             norms = nn.functional.pad(norms, (0, missing))
         return self._ranks.norms(norms)[: len(gradients)]
 
     def clip(self, gradients: list[Tensor]) -> None:
         """Limit each element, and the norm of all."""
-        if self._clip_value is not None:
+        if self._clip_value is not None and gradients:
             torch._foreach_clamp_min_(gradients, -self._clip_value)
             torch._foreach_clamp_max_(gradients, self._clip_value)
         if self._clip_norm is not None:
@@ -77,7 +78,9 @@ class Gradients:
             if self._clip_value is not None or not self._checks:
                 norm = torch.linalg.vector_norm(self._norms(gradients))
             # Source: torch.nn.utils.clip_grad_norm_, bit for bit, its 1e-6 included.
-            torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0))
+            factor = (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
 
     def stand_in(self) -> list[Tensor]:
         """One zero for those of a rank that has failed, with which it makes up the checks that the others make."""

@@ -51,6 +51,7 @@ def _train(run: Run) -> None:
             if loss is not None:
                 for hook in after_backward:
                     hook(trainer, policy)
+                    distribution.release()  # after a forward in it: the next one is to find the gradients
                 means.add("train/loss", loss, weight)
             for name, value in metrics.items():
                 means.add(f"train/{name}", value, weight)

@@ -125,6 +125,7 @@ class Updater:
             for optimizer in self.optimizers:
                 for hook in self._before_step:
                     hook(self._trainer, self._policy, optimizer)
+                    self._distribution.release()
             gradients = self._gradients.found()
             if self._guard:  # what was edited is checked again, still before any clipping, and leaves the scale alone
                 slots.edited.zero_()
@@ -150,12 +151,13 @@ class Updater:
             for hook in self._before_zero_grad:
                 for optimizer in self.optimizers:
                     hook(self._trainer, self._policy, optimizer)
+                    self._distribution.release()
         finally:  # on the other ranks, and on the device, the update is made
             self._close(read)
 
     def _begin(self) -> None:
         self.settle()
-        self._distribution.release()  # so that callbacks find the gradients where they are
+        self._distribution.release()
         self.aimed_step = self._counters.step + 1
         self._states = [len(optimizer.state) for optimizer in self.optimizers]
 

@@ -34,17 +34,19 @@ class Heads(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         self.calls += 1
-        rank = int(os.environ.get("RANK", "0"))
+        index, rank = int(batch["index"][0]), int(os.environ.get("RANK", "0"))
         number = {
             "first": 0,
             "by rank": rank,
-            "by sample": int(batch["index"][0]) % 2,
+            "by sample": index % 2,
+            "by pair": (index // 2 + index // 4) % 2,
+            "detached once": 0,
             "in turns": self.calls % 2,
             "one rank in turns": rank and self.calls % 2,
         }[self.choice]
         error = (self.heads[number](self.block(batch["x"])) - batch["y"]).square().mean(dim=1)
         loss: Tensor = (error * batch["factor"]).mean()
-        return loss
+        return loss.detach() if self.choice == "detached once" and self.calls == 2 else loss
 
 
 class InOrder(torch.utils.data.Dataset[dict[str, Any]]):
@@ -132,6 +134,18 @@ def test_gradients_that_a_callback_takes_leave_none_behind(tmp_path: Path, kind:
     two = weights(run(trained, str(tmp_path / "two"), kind, "Heads: first", 2, 1, (16,), 1, True)[0])
     for name, value in two.items():
         torch.testing.assert_close(value, one[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_gradients_that_a_callback_takes_in_the_middle_of_a_window_lose_none(tmp_path: Path) -> None:
+    one = weights(trained(str(tmp_path / "one"), "none", "Heads: by pair", 2, 4))
+    two = weights(run(trained, str(tmp_path / "two"), "fsdp", "Heads: by pair", 2, 2, (16,), 1, True)[0])
+    for name, value in two.items():
+        torch.testing.assert_close(value, one[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_window_without_gradients_on_any_rank_is_a_skip_where_ranks_look_for_what_is_unused(tmp_path: Path) -> None:
+    for rank in run(trained, str(tmp_path / "run"), "ddp", "Heads: detached once", 2):
+        assert rank["reasons"] == [None, "no_gradients", None, None]
 
 
 def test_what_is_left_out_is_reduced_in_the_type_of_the_rest(tmp_path: Path) -> None:

@@ -146,23 +146,36 @@ def test_forward_of_a_callback_changes_nothing_with_one_shard_either(tmp_path: P
 
 
 class Counts(Callback):
-    """How many gradients there are before the optimizer steps."""
+    """How many gradients there are where gradients may be looked at."""
 
     def __init__(self) -> None:
-        self.counts: set[int] = set()
+        self.counts: dict[str, set[int]] = {}
+
+    def _count(self, hook: str, policy: Any) -> None:
+        self.counts.setdefault(hook, set()).add(sum(p.grad is not None for p in policy.parameters()))
+
+    def on_after_backward(self, trainer: Trainer, policy: Any) -> None:
+        self._count("on_after_backward", policy)
 
     def on_before_optimizer_step(self, trainer: Trainer, policy: Any, optimizer: Any) -> None:
-        self.counts.add(sum(p.grad is not None for p in policy.parameters()))
+        self._count("on_before_optimizer_step", policy)
+
+    def on_before_zero_grad(self, trainer: Trainer, policy: Any, optimizer: Any) -> None:
+        self._count("on_before_zero_grad", policy)
 
 
-def counted(folder: str) -> set[int]:
-    counts = Counts()
-    train(f"{folder}/run", "fsdp", steps=3, extra=[Probes("on_after_backward"), counts])
-    return counts.counts
+def counted(folder: str) -> list[dict[str, set[int]]]:
+    found = []
+    for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+        counts = Counts()
+        train(f"{folder}/{hook}", "fsdp", steps=3, extra=[Probes(hook), counts])
+        found.append(counts.counts)
+    return found
 
 
 def test_gradients_are_there_for_a_callback_after_another_has_run_the_policy(tmp_path: Path) -> None:
-    assert run(counted, str(tmp_path), limit_s=40.0) == [{8}, {8}]
+    every = {hook: {8} for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")}
+    assert run(counted, str(tmp_path), limit_s=40.0) == [[every] * 3] * 2
 
 
 class CallsAUnit(Callback):
