@@ -18,7 +18,6 @@ from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.fsdp import FSDP
 from policyfit.strategies.units import find_units
 
-BY_NAME = {promise.__name__: promise for promise in PROMISES}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {}),
     "adamw": (torch.optim.AdamW, {}),
@@ -35,8 +34,9 @@ def replicated() -> FSDP:
     return FSDP(wrap=["blocks.*"], shard=2, replicate=2)
 
 
-def keep(name: str, make: str) -> None:
-    BY_NAME[name]({"sharded": sharded, "replicated": replicated}[make])
+def keep_all(make: str) -> None:
+    for promise in PROMISES:
+        promise({"sharded": sharded, "replicated": replicated}[make])
 
 
 def error_of(function: Callable[[], Any]) -> tuple[str, str]:
@@ -47,19 +47,9 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_fsdp_keeps_the_promise(name: str) -> None:
-    run(keep, name, "sharded")
-
-
-def keep_all(make: str) -> None:
-    for name in BY_NAME:
-        keep(name, make)
-
-
-@pytest.mark.parametrize("make", ["sharded", "replicated"])
-def test_fsdp_keeps_every_promise_with_layers_smaller_than_the_ranks(make: str) -> None:
-    run(keep_all, make, ranks=4)
+@pytest.mark.parametrize(("make", "ranks"), [("sharded", 2), ("sharded", 4), ("replicated", 4)])
+def test_fsdp_keeps_every_promise_also_with_layers_smaller_than_the_ranks(make: str, ranks: int) -> None:
+    run(keep_all, make, ranks=ranks)
 
 
 # Shards ------------------------------------------------------------------------------------------------------
