@@ -64,7 +64,7 @@ def probed(folder: str, hooks: list[str], ema: bool, breaks: bool) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("ema", "breaks", "hooks"), [(False, True, HOOKS[::2]), (True, False, HOOKS)])
+@pytest.mark.parametrize(("ema", "breaks", "hooks"), [(False, True, HOOKS[::2]), (True, False, HOOKS[1::2])])
 def test_forward_of_a_callback_changes_nothing_whatever_hook_it_is_in(
     tmp_path: Path, ema: bool, breaks: bool, hooks: list[str]
 ) -> None:
@@ -92,7 +92,7 @@ def failed(folder: str, hooks: list[str], first: bool) -> list[str]:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_rank_that_fails_where_others_run_the_policy_makes_their_gathers(tmp_path: Path, first: bool) -> None:
-    hooks = [hook for hook in HOOKS if hook not in ("on_train_epoch_start", "on_log")]
+    hooks = [hook for hook in HOOKS if hook not in ("on_train_epoch_start", "on_log")][int(first) :: 2]
     others, own = run(failed, str(tmp_path), hooks, first, limit_s=90.0)
     assert own == ["only on this rank"] * len(hooks)
     for hook, text in zip(hooks, others, strict=True):
