@@ -73,13 +73,14 @@ class Run:
     #: The epoch that is told while ``on_train_epoch_end`` runs, when the counters are already in the next.
     ended_epoch: int | None = None
     validated_step: int | None = None
+    #: The names of the metrics that the validation of that step gave.
+    validated: tuple[str, ...] = ()
     #: The random streams of a checkpoint, put in place once the data iterator exists.
     streams: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.device, self.precision = self.trainer.device, self.trainer.precision
         self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
-        self._validated: dict[str, float] = {}
         self._told_of_nothing = False
         self._begin_clock()
 
@@ -137,6 +138,8 @@ class Run:
         for schedule in self.schedules:
             if schedule.interval == "epoch":
                 if schedule.monitor is not None:
+                    if counters.step == 0:
+                        continue  # no update has landed, and there is no metric to look at
                     self._bring_up_to_date(schedule.monitor)
                 try:
                     schedule.advance(self.trainer.metrics)
@@ -153,7 +156,7 @@ class Run:
     def _bring_up_to_date(self, metric: str) -> None:
         """Validate, and if that does not give the metric, log what was collected since the last record."""
         self._validate_once()
-        if metric not in self._validated and self.counters.step != self.logged_step:
+        if metric not in self.validated and self.counters.step != self.logged_step:
             self._log()
 
     # Steps ---------------------------------------------------------------------------------------------------
@@ -268,10 +271,11 @@ class Run:
         """Validate, unless this very step was validated already."""
         if self.validation_data is None or self.validated_step == self.counters.step:
             return
-        self._validated = validate(self.trainer, self.adapter, self.validation_data, seed=self.seed)
-        self.validated_step = self.counters.step  # not where it failed: a run that goes on makes it then
-        if self._validated:
-            self.trainer.emit({"step": self.counters.step, "epoch": self.counters.epoch, **self._validated})
+        metrics = validate(self.trainer, self.adapter, self.validation_data, seed=self.seed)
+        # Not where it failed: a run that goes on makes it then.
+        self.validated_step, self.validated = self.counters.step, tuple(metrics)
+        if metrics:
+            self.trainer.emit({"step": self.counters.step, "epoch": self.counters.epoch, **metrics})
         elif not self._told_of_nothing:
             self._told_of_nothing = True
             message = "validation has no metric: the data gave no batch, or the policy reported nothing for it"

@@ -69,6 +69,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "checkpoint": extra,
         "metrics": dict(run.trainer.metrics),
         "validated_step": run.validated_step,
+        "validated": list(run.validated),
         "logged_step": run.logged_step,
         "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
         "lr": float(run.updater.lr),
@@ -223,6 +224,7 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
             run.means.load_state_dict(saved.callbacks.get("means", {}))
         run.trainer.remember(saved.callbacks.get("metrics", {}))
         run.validated_step = saved.callbacks.get("validated_step")
+        run.validated = tuple(saved.callbacks.get("validated", ()))
         run.logged_step = saved.callbacks.get("logged_step", counters.step)
         outcome, lr = saved.callbacks.get("outcome"), saved.callbacks.get("lr", run.updater.lr)
         run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))

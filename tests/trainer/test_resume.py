@@ -17,6 +17,7 @@ from forgery import reseal
 from run_parts import BASE, policyfit
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from toys import assert_equal
 
 from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine, load
@@ -136,6 +137,41 @@ def test_a_run_killed_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
         assert_equal(found.pop("rng"), reference["rng"])
         assert found == {k: v for k, v in reference.items() if k not in ("model", "rng")}
         assert straight.seen[-len(resumed.seen) :] == resumed.seen
+
+
+class Records(Callback):
+    """Keeps what was logged after a step: which metrics, and of which step."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.kept = after, list[dict[str, Any]]()
+
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: dict[str, Any]) -> None:
+        if trainer.step > self.after and "event" not in record:
+            self.kept.append({name: value for name, value in record.items() if not name.endswith("per_s")})
+
+
+@pytest.mark.parametrize("monitor", ["val/loss", "train/loss"])
+def test_what_is_logged_after_a_resume_at_an_epochs_end_is_what_the_straight_run_logs(
+    monitor: str, tmp_path: Path
+) -> None:
+    # The epoch ends with a validation at step 4, between the logs of 3 and 6, and the schedule looks at a metric there.
+    def fit(run_dir: Path, resume: Path | None = None) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        policy: Any = Policy(overflows=0.0)
+        optimizer = AdamW(policy.parameters(), lr=0.1)
+        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": monitor}
+        policy.configure_optimizers = lambda: ([optimizer], [plateau])
+        records = Records(after=4)
+        callbacks = [records, Checkpoint(every_steps=4, keep=None, background=False)]
+        trainer = Trainer(
+            "cpu", max_steps=8, batch_size=4, val_every=2, log_every=3, seed=3, run_dir=run_dir, callbacks=callbacks
+        )
+        trainer.fit(policy, Augmented(16), Augmented(4), resume=resume)
+        return records.kept
+
+    straight = fit(tmp_path / "straight")
+    assert {record["step"] for record in straight} == {6, 8}
+    assert fit(tmp_path / "other", tmp_path / "straight" / "checkpoints" / "000004") == straight
 
 
 def test_no_sample_of_before_the_checkpoint_is_read_again(tmp_path: Path) -> None:

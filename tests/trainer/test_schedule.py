@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -112,6 +112,27 @@ def test_reduce_on_plateau_can_look_at_a_training_metric_of_its_epoch(log_every:
     policy.configure_optimizers = lambda: {"optimizer": optimizer, "lr_scheduler": by_loss}
     fit(policy, max_steps=None, max_epochs=3, log_every=log_every)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class PoisonedAtFirst(InMemory):
+    """All batches of the first epoch overflow."""
+
+    def __iter__(self) -> Iterator[Any]:
+        held, self.held = self.held, batches(4)
+        return iter(held)
+
+
+@pytest.mark.parametrize("monitor", ["train/loss", "val/loss"])
+def test_reduce_on_plateau_waits_for_the_first_update_that_lands(monitor: str) -> None:
+    policy: Any = mlp()
+    optimizer = SGD(policy.parameters(), lr=1.0)
+    schedule = {"scheduler": plateau(optimizer), "monitor": monitor, "interval": "epoch"}
+    policy.configure_optimizers = lambda: {"optimizer": optimizer, "lr_scheduler": schedule}
+    trainer = Trainer("cpu", max_epochs=3, default_callbacks=False)
+    trainer.fit(policy, PoisonedAtFirst(batches(4, poisoned=range(4))), InMemory(batches(2)))
+    assert (trainer.step, trainer.skipped) == (8, 4)
+    assert schedule["scheduler"].last_epoch == 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_reduce_on_plateau_names_the_metrics_when_its_own_is_not_among_them() -> None:
