@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class Records(Callback):
     def __init__(self, after: int) -> None:
         self.after, self.kept = after, list[dict[str, Any]]()
 
-    def on_log(self, trainer: Trainer, policy: nn.Module, record: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
         if trainer.step > self.after and "event" not in record:
             self.kept.append({name: value for name, value in record.items() if not name.endswith("per_s")})
 

@@ -126,12 +126,13 @@ class PoisonedAtFirst(InMemory):
 def test_reduce_on_plateau_waits_for_the_first_update_that_lands(monitor: str) -> None:
     policy: Any = mlp()
     optimizer = SGD(policy.parameters(), lr=1.0)
-    schedule = {"scheduler": plateau(optimizer), "monitor": monitor, "interval": "epoch"}
-    policy.configure_optimizers = lambda: {"optimizer": optimizer, "lr_scheduler": schedule}
+    schedule = plateau(optimizer)
+    by_metric = {"scheduler": schedule, "monitor": monitor, "interval": "epoch"}
+    policy.configure_optimizers = lambda: {"optimizer": optimizer, "lr_scheduler": by_metric}
     trainer = Trainer("cpu", max_epochs=3, default_callbacks=False)
     trainer.fit(policy, PoisonedAtFirst(batches(4, poisoned=range(4))), InMemory(batches(2)))
     assert (trainer.step, trainer.skipped) == (8, 4)
-    assert schedule["scheduler"].last_epoch == 2
+    assert schedule.last_epoch == 2
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
