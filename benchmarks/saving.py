@@ -63,7 +63,7 @@ def main() -> None:
         "DCP": lambda: dcp_save(flat(), checkpoint_id=folder / "dcp", no_dist=True),
         "DCP async": lambda: under_way.append(dcp_async_save(flat(), checkpoint_id=folder / "async", no_dist=True)),
         "policyfit, foreground": lambda: write_checkpoint(folder / "000001", state_of(policy, optimizer)),
-        "policyfit, background": lambda: saver.save(state_of(policy, optimizer), in_background),
+        "policyfit, background": lambda: saver.start(saver.snapshot(state_of(policy, optimizer)), in_background),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     try:

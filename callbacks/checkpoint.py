@@ -91,11 +91,18 @@ class Checkpoint(Callback):
         """Nothing can be saved before ``on_fit_start``.
 
         Raises:
-            ConfigError: What is at ``remote`` is another run's, or further than this one; or it cannot be reached.
+            ConfigError: What is at ``remote`` is another run's, or further than this one. Or there are several ranks,
+                and nothing is logged, when ``every_minutes`` is looked at.
+            CheckpointError: ``remote`` cannot be reached.
         """
         if stage == "fit":
             self._has_begun = False
-            if self.remote is not None:
+            if self.every_minutes > 0 and trainer.log_every is None and trainer.distribution.world_size > 1:
+                raise ConfigError(
+                    "Checkpoint.every_minutes is looked at when training is logged, if there are several ranks, and "
+                    "log_every=None logs at the end alone.\nGive log_every, or save by every_steps."
+                )
+            if self.remote is not None and trainer.is_main:
                 self._check_remote(trainer, self.remote)
 
     def _check_remote(self, trainer: Trainer, url: str) -> None:
@@ -126,7 +133,7 @@ class Checkpoint(Callback):
 
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
         """Where there are several ranks, the clock of rank 0 is asked whenever the training is logged, on all alike."""
-        if self.every_minutes > 0 and not self._is_alone and "lr" in record:
+        if self.every_minutes > 0 and not self._is_alone and "lr" in record and "event" not in record:
             place = f"the log of step {trainer.step}"
             self._main_says_so = trainer.distribution.broadcast(self._minutes_are_over(), place)
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from .device import DeviceStrategy
 from .errors import DistributedError
 from .facts import MachineFacts, world_size
 
@@ -67,12 +67,19 @@ class DistributionStrategy(ABC):
         """
 
     @abstractmethod
-    def setup(self, device: torch.device) -> None:
+    def setup(self, device: DeviceStrategy) -> None:
         """Join the other processes; from here on ``rank``, ``local_rank`` and ``world_size`` are theirs."""
 
     @abstractmethod
     def teardown(self) -> None:
         """Leave them; called once, also after an error, and never waits for them."""
+
+    def align(self, policy: nn.Module) -> None:
+        """Give every rank the weights and buffers of rank 0, for a policy that is not to be trained.
+
+        Raises:
+            DistributedError: Policies differ in more than their values.
+        """
 
     @abstractmethod
     def wrap(self, policy: nn.Module) -> nn.Module:
@@ -238,7 +245,7 @@ class SingleProcess(DistributionStrategy):
                 "Use distributed='auto', or start one process without a launcher."
             )
 
-    def setup(self, device: torch.device) -> None:
+    def setup(self, device: DeviceStrategy) -> None:
         """Nobody to join."""
 
     def teardown(self) -> None:

@@ -61,6 +61,7 @@ class MachineFacts:
         environment: Names and values of the variables that are set; a variable set to "" is in it.
         amd_gpu_present: The Linux kernel knows an AMD GPU, whether or not torch can use it.
         nvidia_gpu_present: The NVIDIA driver shows a GPU, whether or not torch can use it.
+        can_distribute: This torch is built with torch.distributed, as some for small robots are not.
         fault: What torch said while it looked for devices; "" when it said nothing.
     """
 
@@ -76,6 +77,7 @@ class MachineFacts:
     environment: tuple[tuple[str, str], ...] = ()
     amd_gpu_present: bool = False
     nvidia_gpu_present: bool = False
+    can_distribute: bool = True
     fault: str = ""
 
     @property
@@ -150,6 +152,7 @@ def probe(root: Path = Path("/")) -> MachineFacts:
             if name in _VARIABLES or name.startswith((*PREFIXES, *_RECORDED))
         ),
         amd_gpu_present=any(map(_is_amd_gpu, root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"))),
+        can_distribute=torch.distributed.is_available(),
         nvidia_gpu_present=any(root.glob("proc/driver/nvidia/gpus/*")) or any(root.glob("dev/nvidia[0-9]*")),
         fault=" ".join(" ".join(said).split()),
     )

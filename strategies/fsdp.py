@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from .collectives import Collectives
+from .device import DeviceStrategy
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
@@ -95,7 +96,6 @@ class FSDP(ManyProcesses):
         self.shard, self.replicate, self.units = shard, replicate, tuple(wrap)
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.reduce_dtype = reduce_dtype
-        self._sums = torch.float64  # squares do not overflow in it
         self._collectives: Collectives | None = None
         self._sharded: list[Any] = []  # the units, and the policy as the last
         self._left_out: LeftOut | None = None
@@ -109,8 +109,6 @@ class FSDP(ManyProcesses):
                 f"{facts.torch_version}.\nUse distributed='ddp', or a later PyTorch."
             )
         self._mesh_shape(world_size(facts))
-        if not all(gpu.has_fp64 for gpu in facts.xpu):
-            self._sums = torch.float32  # some Intel GPUs have no float64
 
     def _mesh_shape(self, world: int) -> tuple[int, int]:
         """Groups of ranks with the same shards, and ranks in each.
@@ -129,21 +127,23 @@ class FSDP(ManyProcesses):
 
     # Sharding ------------------------------------------------------------------------------------------------
 
-    def setup(self, device: torch.device) -> None:
+    def setup(self, device: DeviceStrategy) -> None:
         """Join the process group, and in it the groups of ranks that hold the same shards and each other's.
 
         Raises:
             DistributedError: As for every group; or ``cpu_offload`` on cpu.
         """
-        if self.cpu_offload and device.type == "cpu":
+        if self.cpu_offload and device.device.type == "cpu":
             raise DistributedError(
                 "FSDP(cpu_offload=True) keeps shards in host memory, where they are anyway on device='cpu'.\n"
                 "Leave cpu_offload out."
             )
         super().setup(device)
 
-    def _join(self, device: torch.device) -> None:
-        super()._join(device)
+    def _join(self, device: DeviceStrategy, backend: str) -> None:
+        kind = device.device.type
+        super()._join(device, f"cpu:gloo,{kind}:{backend}" if self.cpu_offload else backend)
+        self._sums = torch.float64 if device.has_float64 else torch.float32  # squares overflow in the second alone
         if self.saves_shards:
             self._aside = self._membership.meeting()
         from torch.distributed.device_mesh import DeviceMesh
@@ -153,23 +153,21 @@ class FSDP(ManyProcesses):
         replicate, shard = self._mesh_shape(self.world_size)
         if replicate == 1:
             self._shard_group, self._replica_group = self._membership.world, None
-            self._mesh = DeviceMesh.from_group(self._shard_group, device.type, mesh_dim_names=("shard",))
+            self._mesh = DeviceMesh.from_group(self._shard_group, kind, mesh_dim_names=("shard",))
         else:
             ranks = torch.arange(self.world_size).view(replicate, shard)
             groups = [self._membership.own_of(ranks.T.tolist()), self._membership.own_of(ranks.tolist())]
             self._replica_group, self._shard_group = groups
-            self._mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-        self._rows = Rows(self._shard_group, self.rank, device)
+            self._mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+        self._rows = Rows(self._shard_group, self.rank, self._device)
 
     def teardown(self) -> None:
         """Leave also the policy, in shards."""
-        self.release()
-        self._collectives, self._left_out, self._sharded = None, None, []
-        super().teardown()
-
-    def _backend(self, device: torch.device) -> str:
-        backend = super()._backend(device)
-        return f"cpu:gloo,{device.type}:{backend}" if self.cpu_offload else backend
+        try:
+            self.release()
+        finally:
+            self._collectives, self._left_out, self._sharded = None, None, []
+            super().teardown()
 
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """The policy itself, whose weights are now this rank's shards of rank 0's.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from .buffers import Buffers
-from .device import CPUDevice, CUDADevice, XPUDevice
+from .device import DeviceStrategy
 from .distributed import OF_A_CALLBACK, DistributionStrategy, RankFailed
 from .errors import ConfigError, DistributedError, in_words, without_numbers
 from .facts import MachineFacts
@@ -35,13 +35,6 @@ class _Answer(NamedTuple):
     place: str
     value: Any
     excuse: str | None = None
-
-
-_BACKENDS = {
-    "cpu": CPUDevice.distributed_backend,
-    "cuda": CUDADevice.distributed_backend,
-    "xpu": XPUDevice.distributed_backend,
-}
 
 
 class ManyProcesses(DistributionStrategy):
@@ -74,35 +67,32 @@ class ManyProcesses(DistributionStrategy):
 
     # Joining and leaving -------------------------------------------------------------------------------------
 
-    def setup(self, device: torch.device) -> None:
+    def setup(self, device: DeviceStrategy) -> None:
         """Join the process group, or the one that is there already, which is then left as it is.
 
         Raises:
             DistributedError: The device has no collectives, the ranks do not find each other in time, or the
                 process has been given to accelerate in another way.
         """
-        if device.type not in _BACKENDS:
+        if device.distributed_backend is None:
             raise DistributedError(
-                f"distributed={self.name!r} was requested, but there are no collectives on {device.type}.\n"
+                f"distributed={self.name!r} was requested, but there are no collectives on {device.name}.\n"
                 "Use one process with distributed='none', or device='cpu'."
             )
-        self._device, self._aborts, self._is_wrapping = device, False, False
+        self._device, self._aborts, self._is_wrapping = device.device, False, False
         try:
-            self._join(device)
+            self._join(device, device.distributed_backend)
         except BaseException:
             self._aborts = True
             self.teardown()
             raise
 
-    def _join(self, device: torch.device) -> None:
-        self._membership.join(device, self._backend(device))
+    def _join(self, device: DeviceStrategy, backend: str) -> None:
+        self._membership.join(device.device, backend)
         self.rank, self.local_rank = self._membership.rank, self._membership.local_rank
         self.world_size = self._membership.world_size
         self._meeting = self._membership.meeting()
         self._roll_call = RollCall(self._membership.store, self.rank, self.world_size)
-
-    def _backend(self, device: torch.device) -> str:
-        return _BACKENDS[device.type]
 
     def teardown(self) -> None:
         """Leave a process group that ``setup`` made; after an error without waiting for what is under way."""
@@ -110,6 +100,11 @@ class ManyProcesses(DistributionStrategy):
             self._roll_call.end()
         self._membership.leave(aborts=self._aborts)
         self._buffers = None
+
+    def align(self, policy: nn.Module) -> None:
+        """One broadcast for each parameter and buffer."""
+        self._check_alike(policy)
+        self._take_from_rank_0((*policy.parameters(), *policy.buffers()))
 
     @torch.no_grad()
     def _take_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
@@ -230,7 +225,7 @@ class ManyProcesses(DistributionStrategy):
         self._buffers.send(self.rank)
 
     def _check_alike(self, policy: nn.Module) -> None:
-        """Refuse to train policies that differ in more than their values.
+        """Refuse policies that differ in more than their values.
 
         Raises:
             DistributedError: A rank has built another policy than rank 0.

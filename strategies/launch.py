@@ -50,8 +50,13 @@ def check_launch(name: str, facts: MachineFacts) -> None:
     """Refuse a run of several processes that was not started as one.
 
     Raises:
-        DistributedError: There is one process, or it cannot find the others.
+        DistributedError: There is one process, or it cannot find the others, or talk to them.
     """
+    if not facts.can_distribute:
+        raise DistributedError(
+            f"distributed={name!r} was requested, but PyTorch {facts.torch_version} of this machine is built without "
+            "torch.distributed.\nUse one process with distributed='none', or a build that has it."
+        )
     if (world := world_size(facts)) < 2:
         raise DistributedError(
             f"distributed={name!r} was requested, but this is one process (WORLD_SIZE is "

@@ -15,15 +15,16 @@ import itertools
 import os
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from .errors import DistributedError
 from .lost import first_line
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
 
@@ -63,6 +64,8 @@ class Membership:
                 has been given to accelerate in another way.
         """
         from accelerate import PartialState  # type: ignore[import-untyped]  # takes a second
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not in every build of torch
+        from torch.distributed.rendezvous import rendezvous
 
         self._owns_group = not distributed.is_initialized()
         self._owns_state = not PartialState._shared_state
@@ -120,7 +123,7 @@ class Membership:
             ) from error
         self._groups.append(group)
         self._meetings.append(group)
-        _set_pg_timeout(self._meeting_limit, group)
+        distributed.distributed_c10d._set_pg_timeout(self._meeting_limit, group)
         return group
 
     def own_of(self, ranks: list[list[int]]) -> distributed.ProcessGroup:

@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
+from torch import distributed
+
+if TYPE_CHECKING:  # some builds of torch have none
+    from torch.distributed.distributed_c10d import Store
 
 _CALL, _PRESENT, _HERE, _LAST_WORDS = "roll call", "present", "here", "last words"
 _ASKED, _TOLD, _LEFT = "asked", "told", "left"
@@ -89,7 +91,7 @@ class RollCall:
             waited = time.monotonic() - began
             is_alone = waited > self.patience_s and others <= {*self._without(_PRESENT)}
             if waited > patience_s or is_alone:
-                raise DistError(f"no rank told within {waited:.1f} s what it does")
+                raise distributed.DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)
 
     def leave(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,11 +102,12 @@ class Samples:
 
 
 class Seen(Callback):
-    """Sample ids of every micro-batch, outcomes of every update, records."""
+    """Sample ids of every micro-batch, outcomes of every update and the weights that this rank has then, records."""
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
         self.outcomes: list[tuple[bool, str | None, float | None]] = []
+        self.weights: list[str] = []
         self.records: list[dict[str, Any]] = []
 
     def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
@@ -113,6 +115,8 @@ class Seen(Callback):
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Any) -> None:
         self.outcomes.append((outcome.landed, outcome.reason, outcome.scale))
+        local = [trainer.distribution.local(p.detach()).numpy().tobytes() for p in policy.parameters()]
+        self.weights.append(sha256(b"".join(local)).hexdigest())
 
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Any) -> None:
         if "event" not in record:
@@ -162,6 +166,7 @@ def result(trainer: Trainer, seen: Seen) -> dict[str, Any]:
     return {
         "ids": seen.ids,
         "outcomes": seen.outcomes,
+        "weights": seen.weights,
         "records": timeless,
         "step": trainer.step,
         "skipped": trainer.skipped,

@@ -160,5 +160,39 @@ print(json.dumps({
 """
 
 
+WITHOUT_DISTRIBUTED = """
+import contextlib, json, sys
+
+class Without:
+    \"\"\"Takes from torch what a build without torch.distributed does not have.\"\"\"
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.distributed":
+            for part in ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init"):
+                vars(sys.modules["torch._C"]).pop(part, None)
+        if name == "torch._C._distributed_c10d":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Without())
+import torch
+import policyfit
+
+class Policy(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+policy = Policy(2, 1)
+trainer = policyfit.Trainer("cpu", max_steps=3, batch_size=2, run_dir="run")
+with contextlib.redirect_stdout(sys.stderr):
+    trainer.fit(policy, [torch.ones(2) for _ in range(4)])
+loaded = policyfit.load("run", policy=Policy(2, 1))
+print(json.dumps([torch.distributed.is_available(), trainer.step, bool((loaded.weight == policy.weight).all())]))
+"""
+
+
+def test_torch_that_is_built_without_collectives_trains_and_acts(tmp_path: Path) -> None:
+    assert run_python(WITHOUT_DISTRIBUTED, cwd=tmp_path) == [False, 3, True]
+
+
 def test_importing_policyfit_only_defines_names(tmp_path: Path) -> None:
     assert run_python(IMPORT, *HEAVY, cwd=tmp_path) == {"changed": [], "heavy": []}

@@ -59,6 +59,7 @@ def end_together(run: Run, error: BaseException) -> None:
             error.add_note(f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
         told = False
     if not told:
+        place.meeting = False  # they do not come there any more
         raise error
     run.failure = error
     run.end_failed()

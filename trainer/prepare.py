@@ -116,15 +116,24 @@ def dry_run(
     _with_an_end(settings, trainer.plan)
 
 
-def _checked(policy: nn.Module, precision: PrecisionStrategy) -> PolicyAdapter:
-    """The adapter of a policy that can be trained."""
-    adapter = adapt(policy)
+def check_whole(policy: nn.Module) -> None:
+    """Refuse a policy whose weights are in shards.
+
+    Raises:
+        ConfigError: They are.
+    """
     # By its name: the class takes more than a second to import.
     if any(base.__name__ == "FSDPModule" for module in policy.modules() for base in type(module).__mro__):
         raise ConfigError(
             f"{class_of(policy).__name__} is sharded already, by fully_shard or by an earlier run in this process.\n"
-            "Build it anew, and load the checkpoint of that run; Trainer(distributed=FSDP(wrap=...)) shards it."
+            "Build it anew, or take policyfit.load() of that run; Trainer(distributed=FSDP(wrap=...)) shards it."
         )
+
+
+def _checked(policy: nn.Module, precision: PrecisionStrategy) -> PolicyAdapter:
+    """The adapter of a policy that can be trained."""
+    adapter = adapt(policy)
+    check_whole(policy)
     trainable(policy)
     if precision.masters:
         check_parameters(policy.named_parameters())

@@ -71,10 +71,14 @@ class Saver:
         #: What went wrong without harm to the checkpoint; told at the next step.
         self.notices: list[str] = []
 
-    def save(self, state: CheckpointState, write: Callable[[CheckpointState], None]) -> None:
-        """Copy ``state`` now and ``write`` it meanwhile; the save before must be over."""
+    def snapshot(self, state: CheckpointState) -> CheckpointState:
+        """A copy of ``state``, in the memory of the one before, whose save must be over."""
         snapshot = self._snapshots.take(state)
         self._synchronize()  # copies into pinned memory are queued, not made
+        return snapshot
+
+    def start(self, snapshot: CheckpointState, write: Callable[[CheckpointState], None]) -> None:
+        """``write`` it while training goes on."""
         self._thread = Thread(target=self._run, args=(write, snapshot), name="policyfit-checkpoint")
         self._thread.start()
 

@@ -115,7 +115,8 @@ def _check_alike(distribution: DistributionStrategy, data: TrainingData) -> None
     sizes = distribution.gather((data.batches_per_epoch, data.samples_per_epoch), "the start of the run")
     other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
     if other is not None:
+        index, what = (0, "batches") if sizes[other][0] != sizes[0][0] else (1, "samples")
         raise DistributedError(
-            f"Rank {other} has {sizes[other][1]} samples an epoch, and rank 0 has {sizes[0][1]}.\n"
+            f"Rank {other} has {sizes[other][index]} {what} an epoch, and rank 0 has {sizes[0][index]}.\n"
             "Give all ranks the same data: each takes its own part of it."
         )

@@ -112,9 +112,14 @@ def save(
     """Write the run's checkpoint to ``path``, or as that of its step, to which ``last`` then points.
 
     Raises:
-        CallbackError: A window is open, and the checkpoint is to be exact.
+        CallbackError: A window is open, and the checkpoint is to be exact; or it is not to be, and has no path.
         CheckpointError: It could not be written, or the policy has replaced parameters.
     """
+    if path is None and not exact:
+        raise CallbackError(
+            "save_checkpoint(exact=False) was called without a path, and what is not exact is not to be the newest "
+            "checkpoint of the run.\nGive it a folder, such as trainer.run_dir / 'look'."
+        )
     if run.in_window and exact:
         raise CallbackError(
             f"save_checkpoint() was called inside a window, whose gradients are not part of a checkpoint.\n{_PLACES}"
@@ -167,7 +172,10 @@ def save(
         captured = ranks.from_rank(run.saves_from, captured)
     if background:
         if ranks.is_main or ranks.saves_shards:
-            run.saver.save(captured, write_and_finish)
+            snapshot = run.saver.snapshot(captured)
+            if ranks.saves_shards:
+                ranks.gather(None, place)  # in its thread a rank would wait for one that could not copy
+            run.saver.start(snapshot, write_and_finish)
     elif ranks.saves_shards:
         write(captured)
         on_main(ranks, finish, place)

@@ -30,7 +30,7 @@ from .loop import train
 from .optimizer import OptimizerFactory
 from .plan import Plan
 from .policy import adapt
-from .prepare import dry_run, prepare
+from .prepare import check_whole, dry_run, prepare
 from .process import choose_threads, dead_workers_wait_for_a_draw, process_state
 from .resolve import Choices, resolve_device, resolve_distribution, resolve_precision
 from .resume import Origin, find_origin, names_of_changes
@@ -248,7 +248,7 @@ class Trainer(RunCommands):
             DistributedError: The error says no more than that another rank has left; this says why.
         """
         self.device.setup()
-        self.distribution.setup(self.device.device)
+        self.distribution.setup(self.device)
         try:
             with Telling(self.distribution):
                 yield
@@ -359,8 +359,10 @@ class Trainer(RunCommands):
             self._active.check_meeting(f"{stage}()")
             yield
             return
+        check_whole(policy)
         with self._joined():
             policy.to(self.device.device)
+            self.distribution.align(policy)
             if not self._proven:
                 self.precision.setup(self.device.device)
                 self._proven = True

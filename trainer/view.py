@@ -88,6 +88,11 @@ class RunView:
         return self._settings.max_epochs if self._run is None else self._run.settings.max_epochs
 
     @property
+    def log_every(self) -> int | None:
+        """Steps between two log records; ``None`` for one at the end."""
+        return self._settings.log_every
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Micro-batches in an epoch; ``None`` where the data does not say."""
         return None if self._run is None else self._run.data.batches_per_epoch

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class FakeTrainer:
         self.status = "running"
         self.is_main = True
         self.distribution = SingleProcess()
+        self.log_every: int | None = 50
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def wait_for_checkpoint(self) -> None:
@@ -132,6 +134,61 @@ def test_minutes_count_from_the_save_before(tmp_path: Path, monkeypatch: pytest.
         now[0] += 10
         drive(trainer, callback, range(step, step + 1))
     assert trainer.saved == [3, 5, 8, 10]
+
+
+class TwoRanks(SingleProcess):
+    """The first of two, as it is seen from there; keeps where it was told from."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+
+    def gather(self, value: Any, place: str = "") -> list[Any]:
+        self.places.append(place)
+        return [value, value]
+
+
+def test_minutes_of_several_ranks_are_asked_for_at_log_records_and_not_at_events_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trainer = FakeTrainer(tmp_path)
+    trainer.distribution = ranks = TwoRanks()
+    callback: Any = Checkpoint(every_minutes=0.5)
+    callback.setup(trainer, POLICY, "fit")
+    callback.on_fit_start(trainer, POLICY)
+    trainer.step, now[0] = 7, 1031.0
+    callback.on_log(trainer, POLICY, {"step": 7, "event": "drop", "lr": 1e-4})
+    assert (ranks.places, callback.due(7)) == ([], False)
+    callback.on_log(trainer, POLICY, {"step": 7, "epoch": 0, "lr": 1e-4})
+    assert (ranks.places, callback.due(7)) == (["the log of step 7"], True)
+
+
+def test_minutes_of_several_ranks_that_log_nothing_are_refused(tmp_path: Path) -> None:
+    trainer: Any = FakeTrainer(tmp_path)
+    trainer.log_every = None
+    callback = Checkpoint(every_minutes=10)
+    callback.setup(trainer, POLICY, "fit")  # alone it looks at each step
+    trainer.distribution = TwoRanks()
+    with pytest.raises(ConfigError, match=r"every_minutes is looked at when training is logged.*\nGive log_every"):
+        callback.setup(trainer, POLICY, "fit")
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_rank_0_alone_looks_at_the_copy(tmp_path: Path, is_main: bool) -> None:
+    trainer: Any = FakeTrainer(tmp_path)
+    trainer.is_main, looked = is_main, list[str]()
+
+    def remote_run(url: str) -> Any:
+        looked.append(url)
+        raise CheckpointError("no credentials")
+
+    trainer.remote_run = remote_run
+    with pytest.raises(CheckpointError) if is_main else nullcontext():
+        Checkpoint(remote="s3://lab/run").setup(trainer, POLICY, "fit")
+    assert looked == ["s3://lab/run"] * is_main
 
 
 def test_best_is_saved_at_the_step_of_its_validation_and_kept(tmp_path: Path) -> None:

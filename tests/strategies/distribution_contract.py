@@ -14,12 +14,13 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
+from policyfit.strategies.device import CPUDevice
 from policyfit.strategies.distributed import DistributionStrategy, RankFailed
 from policyfit.strategies.errors import DistributedError
 from policyfit.strategies.facts import probe
 
 Make = Callable[[], DistributionStrategy]
-CPU = torch.device("cpu")
+CPU = CPUDevice()
 SAMPLES = 16
 
 
@@ -119,6 +120,15 @@ def it_starts_every_rank_from_rank_0(make: Make) -> None:
         policy.count.fill_(strategy.rank + 5)  # type: ignore[operator]
         strategy.wrap(policy)
         assert_equal([strategy.whole(p) for p in policy.parameters()], [p.detach() for p in Toy(0).parameters()])
+        assert policy.count == 5
+
+
+def it_gives_every_rank_the_policy_of_rank_0_without_wrapping_it(make: Make) -> None:
+    with joined(make) as strategy:
+        policy = Toy(strategy.rank)
+        policy.count.fill_(strategy.rank + 5)  # type: ignore[operator]
+        strategy.align(policy)
+        assert_equal([p.detach() for p in policy.parameters()], [p.detach() for p in Toy(0).parameters()])
         assert policy.count == 5
 
 
@@ -351,6 +361,7 @@ def it_can_leave_and_join_again(make: Make) -> None:
 PROMISES: tuple[Callable[[Make], None], ...] = (
     it_has_one_main_rank_among_all,
     it_starts_every_rank_from_rank_0,
+    it_gives_every_rank_the_policy_of_rank_0_without_wrapping_it,
     it_averages_gradients_over_ranks,
     it_averages_those_of_other_methods_too,
     a_window_talks_only_when_it_closes,

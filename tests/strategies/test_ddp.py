@@ -16,6 +16,7 @@ from processes import outcomes_of, run
 from torch import Tensor, nn
 
 from policyfit.strategies.ddp import DDP
+from policyfit.strategies.device import CPUDevice
 from policyfit.strategies.fsdp import FSDP
 
 
@@ -255,7 +256,9 @@ def test_ranks_that_do_not_find_each_other_give_up_in_time() -> None:
 
 
 def take_the_wrong_device() -> tuple[str, str]:
-    return error_of(lambda: DDP().setup(torch.device("cpu", 1 - int(os.environ["LOCAL_RANK"]))))
+    device = CPUDevice()
+    device.device = torch.device("cpu", 1 - int(os.environ["LOCAL_RANK"]))
+    return error_of(lambda: DDP().setup(device))
 
 
 def test_rank_on_the_device_of_another_is_refused() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-import torch
 from distribution_contract import PROMISES, Make
 from torch import nn
 
 from policyfit.strategies.ddp import DDP
+from policyfit.strategies.device import CPUDevice, MPSDevice
 from policyfit.strategies.distributed import SingleProcess
 from policyfit.strategies.errors import ConfigError, DistributedError
-from policyfit.strategies.facts import GPU, MachineFacts
+from policyfit.strategies.facts import MachineFacts
 from policyfit.strategies.fsdp import FSDP
 from policyfit.trainer.resolve import resolve_distribution
 
@@ -30,7 +32,7 @@ def test_a_single_process_keeps_the_promise(promise: object) -> None:
 def test_a_single_process_leaves_the_policy_alone_and_loses_nobody() -> None:
     alone, policy = SingleProcess(), nn.Linear(2, 1)
     assert (alone.name, alone.rank, alone.local_rank, alone.world_size, alone.is_main) == ("none", 0, 0, 1, True)
-    alone.setup(torch.device("cpu"))
+    alone.setup(CPUDevice())
     assert alone.wrap(policy) is policy
     assert alone.local(policy.weight) is alone.whole(policy.weight) is policy.weight
     assert not alone.is_lost(RuntimeError("gloo"))
@@ -171,13 +173,6 @@ def test_mesh_of_all_launched_ranks_is_taken(shard: int | None, replicate: int |
     FSDP(shard=shard, replicate=replicate).check(launched())
 
 
-def test_norms_are_summed_in_float32_where_a_gpu_has_no_float64() -> None:
-    arc = GPU(name="Arc A770", has_fp64=False)
-    sharded = FSDP(wrap=["Block"])
-    sharded.check(MachineFacts(build="xpu", xpu=(arc,), environment=tuple(PLACES.items())))
-    assert sharded._sums == torch.float32
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -200,8 +195,14 @@ def test_setting_that_cannot_be_meant_is_refused_by_name(make: object, message: 
         make()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(wrap=["Block"])])
+def test_torch_that_is_built_without_collectives_is_refused(strategy: DDP | FSDP) -> None:
+    with pytest.raises(DistributedError, match=r"PyTorch 2\.13\.0 of this machine is built without torch\.distributed"):
+        strategy.check(replace(launched(), can_distribute=False))
+
+
 def test_device_without_collectives_is_refused() -> None:
     with pytest.raises(DistributedError, match=r"no collectives on mps\.\nUse one process"):
-        DDP().setup(torch.device("mps"))
+        DDP().setup(MPSDevice())
     with pytest.raises(DistributedError, match="keeps shards in host memory"):
-        FSDP(cpu_offload=True).setup(torch.device("cpu"))
+        FSDP(cpu_offload=True).setup(CPUDevice())

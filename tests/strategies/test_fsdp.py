@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from distribution_contract import CPU, PROMISES, Block, Toy, all_samples, assert_equal, joined, own
+from distribution_contract import PROMISES, Block, Toy, all_samples, assert_equal, joined, own
 from processes import run
 from torch import Tensor, nn
 
+from policyfit.strategies.device import CPUDevice
 from policyfit.strategies.distributed import DistributionStrategy
 from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.fsdp import FSDP
@@ -309,7 +311,7 @@ def train_under_autocast(dtype: torch.dtype) -> None:
         policy.blocks.get_submodule("0.linear").register_forward_hook(
             lambda m, a, out: seen.append((m.weight.dtype, out.dtype))
         )
-        with torch.autocast(CPU.type, dtype):
+        with torch.autocast("cpu", dtype):
             loss = module(own(all_samples(), strategy))
         loss.backward()
         assert seen == [(torch.float32, dtype)]
@@ -424,6 +426,23 @@ def clip_like_one_process() -> None:
         torch._foreach_clamp_min_(gradients, -0.01)
         torch._foreach_clamp_max_(gradients, 0.01)
         assert all(float(strategy.whole(p.grad).abs().max()) <= 0.01 for p in policy.parameters() if p.grad is not None)
+
+
+class WithoutFloat64(CPUDevice):
+    has_float64 = False
+
+
+def sum_squares() -> list[float]:
+    strategy = sharded()
+    strategy.setup(WithoutFloat64())
+    try:
+        return strategy.norms(torch.tensor([3.0 if strategy.rank else 4.0, 1e20])).tolist()
+    finally:
+        strategy.teardown()
+
+
+def test_norms_are_summed_in_float32_where_a_device_has_no_float64() -> None:
+    assert run(sum_squares) == [[5.0, math.inf]] * 2  # 1e40 is too much for it
 
 
 def test_gradients_are_clipped_through_their_shards_as_in_one_process() -> None:

@@ -262,18 +262,25 @@ def test_error_that_is_no_exception_ends_all_in_order(
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
 
 
+class FailsOnEach(Callback):
+    """Each rank fails in its fifth micro-batch, in its own words."""
+
+    def on_after_backward(self, trainer: Trainer, policy: Any) -> None:
+        if trainer.micro_batches == 4:
+            raise RuntimeError("the disk is full" if trainer.is_main else "the sensor is off")
+
+
 def both(folder: str, distributed: str) -> str:
     try:
-        train(f"{folder}/run", distributed, steps=30, extra=[Fails(0, "on_after_backward", 4)], fails_at=20)
+        train(f"{folder}/run", distributed, steps=30, extra=[FailsOnEach()])
     except Exception as error:
         return str(error)
     return ""
 
 
 def test_ranks_that_fail_each_by_its_own_error_save_what_they_have(tmp_path: Path) -> None:
-    first, second = run(both, str(tmp_path), "ddp", limit_s=40.0)
-    assert {"only on this rank"} < {first, second} or "the disk" in first + second
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] >= 3
+    assert run(both, str(tmp_path), "ddp", limit_s=40.0) == ["the disk is full", "the sensor is off"]
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 4
 
 
 def killed(folder: str, distributed: str) -> str:
@@ -291,8 +298,7 @@ def test_death_of_a_rank_ends_the_others_with_its_number_and_the_run_can_go_on(
     ranks = outcomes_of(killed, str(tmp_path), distributed, limit_s=60.0)
     assert ranks[1].exit_code == -9
     assert ranks[0].exit_code == 0
-    assert ranks[0].value.startswith("DistributedError: ")
-    assert "1" in ranks[0].value.splitlines()[0]
+    assert ranks[0].value.startswith("DistributedError: Rank 1 no longer answers: called for ")
     resumed = run(job, str(tmp_path), distributed, {"steps": 8, "resume": "last"})
     straight = run(job, str(tmp_path / "straight"), distributed, {"steps": 8})
     same(weights(resumed[0]), weights(straight[0]))

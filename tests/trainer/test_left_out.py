@@ -67,6 +67,7 @@ class Reasons(Callback):
 
     def __init__(self, looks: bool = False) -> None:
         self.reasons, self.looks = list[str | None](), looks
+        self.shards: list[list[list[Any]]] = []  # of the policy's parameters, at the start and after each update
 
     def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.looks:
@@ -75,6 +76,10 @@ class Reasons(Callback):
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Any) -> None:
         self.reasons.append(outcome.reason)
+        self.on_fit_start(trainer, policy)
+
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        self.shards.append([trainer.distribution.local(p.detach()).tolist() for p in policy.parameters()])
 
 
 STRATEGIES: dict[str, Any] = {
@@ -108,7 +113,7 @@ def trained(
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(InOrder(*data), batch_size=batch_size)
     policy = policies()[name](choice)
-    found: dict[str, Any] = {"reasons": reasons.reasons, "last": f"{folder}/checkpoints/last"}
+    found: dict[str, Any] = {"reasons": reasons.reasons, "shards": reasons.shards, "last": f"{folder}/checkpoints/last"}
     try:
         trainer.fit(policy, loader, optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
     except Exception as error:
@@ -162,6 +167,9 @@ def test_shards_of_ranks_that_use_different_parameters_do_not_move(
     assert first["error"] == second["error"]
     assert first["error"].startswith("DistributedError: In update 1 the ranks of a sharded run did not use the same")
     assert (first["reasons"][0], first["step"]) == ("not_alike", 0)
+    for rank in (first, second):
+        assert len(rank["shards"]) > 1
+        assert all(shards == rank["shards"][0] for shards in rank["shards"])
     assert not (tmp_path / "run" / "checkpoints" / "last").exists()
     assert first["notes"] == ["Rank 0 left out: heads.1.weight, heads.1.bias."]
 

@@ -21,7 +21,17 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from toys import assert_equal
 
-from policyfit import FP16, Callback, Checkpoint, CheckpointError, ConfigError, Trainer, WarmupCosine, load
+from policyfit import (
+    FP16,
+    Callback,
+    CallbackError,
+    Checkpoint,
+    CheckpointError,
+    ConfigError,
+    Trainer,
+    WarmupCosine,
+    load,
+)
 from policyfit.trainer import state
 from policyfit.trainer.checkpoint import read_checkpoint
 
@@ -173,6 +183,35 @@ def test_what_is_logged_after_a_resume_at_an_epochs_end_is_what_the_straight_run
     straight = fit(tmp_path / "straight")
     assert {record["step"] for record in straight} == {6, 8}
     assert fit(tmp_path / "other", tmp_path / "straight" / "checkpoints" / "000004") == straight
+
+
+class Looks(Callback):
+    """Saves in the middle of a window."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.save_checkpoint(self.path, exact=False)
+
+
+def test_what_is_saved_inside_a_window_is_gone_on_with_by_its_own_path_alone(tmp_path: Path) -> None:
+    def fit(name: str, look: Path | None) -> Trainer:
+        callbacks = [Looks(look), Checkpoint(every_steps=1)]
+        trainer = Trainer(
+            "cpu", max_steps=2, accumulate=3, batch_size=2, seed=0, run_dir=tmp_path / name, callbacks=callbacks
+        )
+        trainer.fit(Policy(overflows=0.0), Augmented())
+        return trainer
+
+    with pytest.raises(CallbackError, match=r"what is not exact is not to be the newest checkpoint of the run\.\nGive"):
+        fit("without", None)
+    assert (tmp_path / "without" / "checkpoints" / "last").readlink() == Path("000001")
+    fit("with", tmp_path / "with" / "look")
+    saved = sorted(path.name for path in (tmp_path / "with" / "checkpoints").iterdir())
+    assert saved == ["000001", "000002", "last"]
+    assert not read_checkpoint(tmp_path / "with" / "look").manifest["exact"]
 
 
 def test_no_sample_of_before_the_checkpoint_is_read_again(tmp_path: Path) -> None:

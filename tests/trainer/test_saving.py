@@ -60,7 +60,7 @@ def test_error_of_the_thread_comes_out_once_where_it_is_asked_for() -> None:
     def write(state: CheckpointState) -> None:
         raise CheckpointError("the disk is full")
 
-    saver.save(state_of({}), write)
+    saver.start(saver.snapshot(state_of({})), write)
     with pytest.raises(CheckpointError, match="the disk is full"):
         saver.wait()
     saver.wait()

@@ -207,6 +207,32 @@ def test_full_disk_of_one_rank_ends_all_and_leaves_nothing_by_halves(tmp_path: P
     assert [step["step"] for step in run(part, str(tmp_path), {"steps": 4, "ranks": 2, "resume": "last"})] == [4, 4]
 
 
+class Unpinned(Callback):
+    """From some step on, rank 1 cannot copy what is to be saved."""
+
+    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
+        if trainer.distribution.rank == 1 and trainer.step == 3:
+
+            def refused(*_: Any) -> Any:
+                raise RuntimeError("no more memory can be pinned")
+
+            trainer._active.saver._snapshots.take = refused  # type: ignore[method-assign,assignment]
+
+
+def uncopied(folder: str) -> str:
+    try:
+        train(folder, "fsdp", steps=40, ranks=2, extra=[Unpinned()], background=True)
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def test_rank_that_cannot_copy_what_is_to_be_saved_ends_all_in_time(tmp_path: Path) -> None:
+    told = "Rank 1 failed, so all ended after update 4: RuntimeError: no more memory can be pinned"
+    assert run(uncopied, str(tmp_path), limit_s=40.0) == [told, "no more memory can be pinned"]
+    assert read_checkpoint(tmp_path / "checkpoints" / "last").manifest["counters"]["step"] == 4
+
+
 class Dies(Callback):
     """Killed while it writes its shards of step 4."""
 

@@ -48,7 +48,17 @@ def test_overflow_on_one_rank_skips_on_all_and_moves_the_scale_of_all(
     ranks = run(job, str(tmp_path), distributed, settings)
     assert ranks[0]["outcomes"] == ranks[1]["outcomes"] == one["outcomes"]
     assert ranks[0]["skipped"] == one["skipped"] > 0
+    assert_moved_alike(ranks, distributed)
     close(weights(ranks[0]), weights(one), 2e-3)  # 16 bits round each rank's half differently
+
+
+def assert_moved_alike(ranks: list[dict[str, Any]], distributed: str) -> None:
+    """Landed updates moved what a rank holds, skipped ones did not, and whole weights are the same on all."""
+    for rank in ranks:
+        before = [None, *rank["weights"][:-1]]
+        moved = [after != then for after, then in zip(rank["weights"], before, strict=True)]
+        assert moved == [landed for landed, *_ in rank["outcomes"]]
+    assert distributed == "fsdp" or ranks[0]["weights"] == ranks[1]["weights"]
 
 
 def edited(folder: str, distributed: str, precision: str) -> dict[str, Any]:
@@ -68,6 +78,7 @@ def test_gradient_that_goes_bad_after_the_reduction_on_one_rank_skips_on_all(
     scales = {scale for *_, scale in ranks[0]["outcomes"]}
     assert scales == ({None} if precision == "no" else {256.0, 512.0})  # an edit says nothing about the scale
     assert all(math.isfinite(float(value.sum())) for value in weights(ranks[0]).values())
+    assert_moved_alike(ranks, distributed)
 
 
 def overflowing(folder: str, distributed: str, rank: int) -> dict[str, Any]:
@@ -79,7 +90,8 @@ def overflowing(folder: str, distributed: str, rank: int) -> dict[str, Any]:
 def test_gradient_that_overflows_in_the_part_of_one_rank_moves_the_scale_of_all(
     tmp_path: Path, distributed: str, rank: int
 ) -> None:
-    first, second = run(overflowing, str(tmp_path), distributed, rank)
+    ranks = first, second = run(overflowing, str(tmp_path), distributed, rank)
+    assert_moved_alike(ranks, distributed)
     assert first["outcomes"] == second["outcomes"]
     assert [reason for _, reason, _ in first["outcomes"]] == [None, None, "non_finite", None, None]
     assert first["outcomes"][2][2] == first["outcomes"][1][2] / 2
