@@ -244,9 +244,9 @@ class Checkpoint(Callback):
         if self.keep is None or not trainer.is_main:
             return
         last = (trainer.run_dir / "checkpoints" / "last").resolve().name
-        whole = {path.name: path for path in trainer.checkpoints()}
-        for name in self._superfluous(list(whole), last):
-            self._try(trainer, partial(trainer.delete_checkpoint, whole[name]))
+        complete = {path.name: path for path in trainer.checkpoints()}
+        for name in self._superfluous(list(complete), last):
+            self._try(trainer, partial(trainer.delete_checkpoint, complete[name]))
         if self.remote is not None:
             copy = trainer.remote_run(self.remote)
             names: list[str] = []

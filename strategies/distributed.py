@@ -20,6 +20,8 @@ from .errors import DistributedError
 from .facts import MachineFacts, world_size
 
 T = TypeVar("T")
+#: Places where ranks meet, in words.
+AT_THE_START = "the start of the run"
 OF_A_CALLBACK = "a gather() or broadcast() of a callback"
 _NOTHING = nullcontext()
 
@@ -202,9 +204,9 @@ class DistributionStrategy(ABC):
         """The row of the whole tensor with which ``local`` begins; ``None`` where a rank before this has the same."""
         return 0 if self.is_main else None
 
-    def gather_aside(self, value: T) -> list[T]:
+    def gather_aside(self, value: T, place: str) -> list[T]:
         """As ``gather``, and where ``saves_shards`` also from a thread, whatever the main thread is at."""
-        return self.gather(value)
+        return self.gather(value, place)
 
     def whole_weights(self, policy: nn.Module) -> AbstractContextManager[Any]:
         """The context in which each rank can run the policy alone, under ``no_grad``, without the others."""

@@ -321,10 +321,10 @@ class FSDP(ManyProcesses):
         """Of a shard, on the ranks that hold it first; of what is whole everywhere, on rank 0."""
         return self._rows.first(tensor)
 
-    def gather_aside(self, value: T) -> list[T]:
+    def gather_aside(self, value: T, place: str) -> list[T]:
         """Over a group of its own, if there is one."""
         if not self.saves_shards:
-            return self.gather(value)
+            return self.gather(value, place)
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self._aside)
         return values

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 
 from .buffers import Buffers
 from .device import DeviceStrategy
-from .distributed import OF_A_CALLBACK, DistributionStrategy, RankFailed
+from .distributed import AT_THE_START, OF_A_CALLBACK, DistributionStrategy, RankFailed
 from .errors import ConfigError, DistributedError, in_words, without_numbers
 from .facts import MachineFacts
 from .launch import check_environment, check_launch
@@ -35,6 +35,12 @@ class _Answer(NamedTuple):
     place: str
     value: Any
     excuse: str | None = None
+
+
+class RanksLost(DistributedError):
+    """Other ranks do not answer any more."""
+
+    exit_code = 1  # the run failed; its settings are good
 
 
 class ManyProcesses(DistributionStrategy):
@@ -232,7 +238,7 @@ class ManyProcesses(DistributionStrategy):
         """
         tensors = [*policy.named_parameters(), *policy.named_buffers()]
         shape = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
-        digests = self.gather(hashlib.sha256(shape.encode()).hexdigest(), "the start of the run")
+        digests = self.gather(hashlib.sha256(shape.encode()).hexdigest(), AT_THE_START)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise DistributedError(
@@ -250,9 +256,7 @@ class ManyProcesses(DistributionStrategy):
         """The error that another rank left, or the ranks that do not answer a call within some seconds."""
         self._aborts = True
         assert self._roll_call is not None
-        found = DistributedError(reason(error, self._roll_call, self.timeout, type(self).__name__))
-        found.exit_code = 1  # not a request that cannot be met, but a run that failed
-        return found
+        return RanksLost(reason(error, self._roll_call, self.timeout, type(self).__name__))
 
     def report(self, error: BaseException) -> None:
         """Leave this rank's error in the store, if it is the first."""

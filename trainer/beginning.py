@@ -11,15 +11,17 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+from ..strategies.distributed import AT_THE_START
 from ..strategies.errors import DistributedError
 from ..strategies.lost import named
 from .describe import class_of, describe
+from .parts import parts
+from .restore import restore
 from .resume import Origin
 from .run import Run
 from .run_dir import held, make, new_name, replace_text
 from .settings import Settings
-from .state import restore
-from .together import on_main, parts
+from .together import on_main
 
 _ARRIVAL_S = 10.0
 
@@ -43,12 +45,12 @@ def begin_run(
     trainer, policy, ranks = run.trainer, run.policy, run.distribution
     old = None if origin is None else origin.run_dir
     run_dir = asked_dir or old or new_name(class_of(policy).__name__)
-    run.run_dir = ranks.broadcast(run_dir.absolute(), "the start of the run")
+    run.run_dir = ranks.broadcast(run_dir.absolute(), AT_THE_START)
     if origin is not None:
         if origin.url or old == run.run_dir.resolve():
             run.id = origin.saved.manifest.get("run", run.id)
         trainer.plan.notes += restore(run, origin.saved, str(origin), changes)
-    run.id = ranks.broadcast(run.id, "the start of the run")
+    run.id = ranks.broadcast(run.id, AT_THE_START)
     run.start()
     run.callbacks.call("setup", trainer, policy, "fit")
     arrived = None if origin is None else origin.arrived
@@ -93,8 +95,8 @@ def _check_shared(run: Run) -> None:
     if ranks.world_size == 1:
         return
     plan = run.run_dir / "plan.json"
-    digest = ranks.broadcast(_digest(plan) if ranks.is_main else "", "the start of the run")
-    seen = ranks.gather(_sees(plan, digest), "the start of the run")
+    digest = ranks.broadcast(_digest(plan) if ranks.is_main else "", AT_THE_START)
+    seen = ranks.gather(_sees(plan, digest), AT_THE_START)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if not blind:
         return

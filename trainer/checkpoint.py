@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..strategies.errors import CheckpointError
 from ..strategies.tree import map_leaves
@@ -263,3 +263,18 @@ def _check_weights(model: dict[str, Tensor]) -> None:
                 f"The policy's state_dict has {name}, a {type(value).__name__}, but only tensors are kept.\n"
                 "Return a tensor from get_extra_state, or keep the value in a buffer."
             )
+
+
+def fill(policy: nn.Module, model: dict[str, Tensor], checkpoint: Path | str) -> None:
+    """Load the weights, all of them and no others.
+
+    Raises:
+        CheckpointError: A name or shape of one is not in the other.
+    """
+    try:
+        policy.load_state_dict(model, strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The weights in {checkpoint} do not fit {type(policy).__name__}: {' '.join(str(error).split())}\n"
+            "Build the policy with the settings it was trained with."
+        ) from error

@@ -33,17 +33,15 @@ class Counters:
         """For the manifest of a checkpoint."""
         return {**asdict(self), "updates": self.updates}
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Counters:
-        """From a manifest.
+    def take_back(self, saved: dict[str, Any]) -> None:
+        """Stand where a manifest says.
 
         Raises:
             CheckpointError: A counter is missing or is not a whole number.
         """
-        values = {name: saved.get(name) for name in cls.__dataclass_fields__}
-        for name, value in values.items():
-            if not is_whole(value, 0):
+        for name in self.__dataclass_fields__:
+            if not is_whole(value := saved.get(name), 0):
                 raise CheckpointError(
                     f"manifest.json is damaged: counters.{name} is {value!r}.\nResume from another checkpoint."
                 )
-        return cls(**values)  # type: ignore[arg-type]
+            setattr(self, name, value)

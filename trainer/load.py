@@ -15,13 +15,12 @@ from ..strategies.fabric import FabricPlugin
 from ..strategies.facts import probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.tree import map_tensors
-from .checkpoint import CheckpointState, read_checkpoint
+from .checkpoint import CheckpointState, fill, read_checkpoint
 from .newest import newest_checkpoint
 from .pieces import in_memory
 from .remote import local
 from .resolve import resolve_device, resolve_precision
 from .rollout import to_tensors
-from .state import load_policy
 
 
 def load(
@@ -67,7 +66,7 @@ def load(
     compute = resolve_precision(
         saved.manifest["precision"] if precision is None else precision, place.device, facts
     ).value
-    load_policy(filled, model, folder)
+    fill(filled, model, folder)
     warning = compute.check_native(place.device, facts)
     if warning is not None:
         warnings.warn(f"precision={compute.name!r} on {warning}.", stacklevel=2)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..strategies.device import DeviceStrategy
+from ..strategies.distributed import AT_THE_START
 from ..strategies.errors import ConfigError
 from ..strategies.formats import tf32_support
 from ..strategies.mailbox import Mailbox, SharedMailbox
@@ -62,7 +63,7 @@ def prepare(
     seed = settings.seed if origin is None else origin.seed(settings.seed)
     adapter = _checked(policy, trainer.precision)
     if seed is None:
-        seed = distribution.broadcast(secrets.randbelow(2**31), "the start of the run")
+        seed = distribution.broadcast(secrets.randbelow(2**31), AT_THE_START)
     if settings.seed is not None:
         seed_everything(seed)
     data = data_to_train_on(trainer, adapter, train_data, settings, seed=seed, fresh=origin is None)

@@ -62,8 +62,8 @@ def write_in_shards(ranks: DistributionStrategy, temporary: Path, folder: Path, 
             publish(temporary, folder)
 
     with removed_after_an_error(temporary) if ranks.is_main else nullcontext():
-        written = agreed(ranks, partial(_write_shards, writer, state, ranks.rank))
-        agreed(ranks, partial(complete, written) if ranks.is_main else lambda: None)
+        written = agreed(ranks, partial(_write_shards, writer, state, ranks.rank), "the writing of shards")
+        agreed(ranks, partial(complete, written) if ranks.is_main else lambda: None, "the end of a save")
 
 
 def _write_shards(writer: FileWriter, state: CheckpointState, rank: int) -> FileWriter:

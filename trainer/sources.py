@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..strategies.distributed import DistributionStrategy
+from ..strategies.distributed import AT_THE_START, DistributionStrategy
 from ..strategies.errors import ConfigError, DistributedError, some
 from ..strategies.tree import map_leaves
 from .data import TrainingData, training_data, validation_loader
@@ -112,7 +112,7 @@ def _is_finite(leaf: Any) -> bool:
 
 def _check_alike(distribution: DistributionStrategy, data: TrainingData) -> None:
     """Refuse ranks that would wait for each other: those that have other data than rank 0."""
-    sizes = distribution.gather((data.batches_per_epoch, data.samples_per_epoch), "the start of the run")
+    sizes = distribution.gather((data.batches_per_epoch, data.samples_per_epoch), AT_THE_START)
     other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
     if other is not None:
         index, what = (0, "batches") if sizes[other][0] != sizes[0][0] else (1, "samples")

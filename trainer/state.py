@@ -1,36 +1,28 @@
-"""What a checkpoint holds of a run, and how a run takes it back."""
+"""What a checkpoint holds of a run, and how it is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..strategies.distributed import DistributionStrategy
-from ..strategies.errors import CallbackError, CheckpointError, PolicyfitError, some
-from . import changes
+from ..strategies.errors import CallbackError, CheckpointError, some
 from .checkpoint import CheckpointState, begin, write_checkpoint
-from .counters import Counters
 from .describe import class_path, policy_config
+from .differences import data_facts, plain_settings
 from .metrics import added
 from .newest import point_last_at
-from .outcome import Outcome
+from .parts import whole
 from .remote import RemoteRun
 from .rng import capture as capture_streams
-from .rng import derive_seed, seed_everything
-from .rng import restore as put_streams
 from .run import Run
 from .shards import in_shards, write_in_shards
-from .together import on_main, parts, whole
+from .together import on_main
 
 _PLACES = "Call it from on_due, on_validation_end or on_train_epoch_end."
-#: What a change does that puts sums of gradients together in another order.
-_ROUNDED = ", where sums are rounded otherwise: not bit for bit the same run"
 
 
 def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated: bool = False) -> CheckpointState:
@@ -58,10 +50,10 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "world_size": run.distribution.world_size,
         "distribution": run.distribution.name,
         "torch": torch.__version__,
-        "data": changes.data_facts(run),
+        "data": data_facts(run),
         "policy": class_path(run.policy),
         "movers": run.movers,
-        "settings": changes.plain_settings(run),
+        "settings": plain_settings(run),
         "exact": exact and not run.failed,  # random streams have moved on, and hooks have run on some ranks only
     }
     callbacks = {
@@ -196,126 +188,3 @@ def _check_held(run: Run) -> None:
             f"has{others}. It was trained no further.\n"
             "Fill parameters in place (parameter.data.copy_(new)) instead of replacing them."
         )
-
-
-def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Iterable[str]) -> list[str]:
-    """Put a run where it was saved; returns remarks on what was not taken over as it was.
-
-    The optimizers come before the scaler, and the random streams wait until the data iterator exists.
-
-    Args:
-        checkpoint: Where it is, for people.
-        asked: The changes that were asked for by name; see ``changes.py``.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the run.
-        ConfigError: The run differs in what makes it another run, and nobody asked for that.
-    """
-    manifest, report = saved.manifest, changes.Report()
-    found = changes.check(run, manifest, checkpoint, asked)
-    report.changed += [text for words in found.values() for text in words]
-    report.changed += changes.changed_settings(run, manifest)
-    load_policy(run.policy, parts(run.distribution, saved.model, run.policy.state_dict()), checkpoint)
-    report.kept.append("the weights")
-    changes.renew_statistics(run, saved, found, asked, report)
-    changes.load_movers(run, saved, checkpoint, found, report)
-    with _taking_back("the state of the loss scale", checkpoint):
-        _load_scaler(run, saved, report)
-    counters = Counters.from_dict(manifest["counters"])
-    for name in Counters.__dataclass_fields__:
-        setattr(run.counters, name, getattr(counters, name))
-    run.resumed_step = counters.step
-    with _taking_back("the position in the data", checkpoint):
-        changes.place_in_data(run, saved, found, report)
-    with _taking_back("the log", checkpoint):
-        if run.distribution.is_main:  # those of all ranks
-            run.means.load_state_dict(saved.callbacks.get("means", {}))
-        run.trainer.remember(saved.callbacks.get("metrics", {}))
-        run.validated_step = saved.callbacks.get("validated_step")
-        run.validated = tuple(saved.callbacks.get("validated", ()))
-        run.logged_step = saved.callbacks.get("logged_step", counters.step)
-        outcome, lr = saved.callbacks.get("outcome"), saved.callbacks.get("lr", run.updater.lr)
-        run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))
-    run.resumed = True
-    with _taking_back("the state of a callback", checkpoint):
-        states = saved.callbacks.get("states", {})
-        missing = run.callbacks.load_state_dict(states)
-    if taken := [key for key in states if key not in missing]:
-        report.kept.append(f"the state of {', '.join(taken)}")
-    report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
-    streams = [saved.rng, *saved.rng_of_others]
-    run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
-    if len(streams) != run.distribution.world_size:
-        report.changed.append(f"ranks were {len(streams)} and are now {run.distribution.world_size}{_ROUNDED}")
-    kind = manifest.get("distribution", run.distribution.name)
-    if kind != run.distribution.name:
-        report.changed.append(f"distribution was {kind} and is now {run.distribution.name}{_ROUNDED}")
-    if len(streams) < run.distribution.world_size:
-        report.reset.append("the random streams of the new ranks, so it is not bit for bit the same run")
-    before, now = manifest["device"], run.device.device.type
-    if before == now:
-        report.kept.append("the random streams")
-    else:
-        run.streams = {**capture_streams(run.device), **run.streams}
-        report.changed.append(f"device was {before} and is now {now}")
-        report.reset.append("the device's random stream, so it is not bit for bit the same run")
-    inexact = (
-        "it was saved after an error, when random streams, running statistics, a window or a part of the weights had "
-        "moved on, so this is not bit for bit the run that was begun"
-    )
-    return [
-        f"resumed from {checkpoint} at step {counters.step}",
-        *([] if manifest.get("exact", True) else [inexact]),
-        *report.lines(),
-    ]
-
-
-@contextmanager
-def _taking_back(part: str, checkpoint: Path | str) -> Iterator[None]:
-    """Name the part whose content makes no sense, though it is what was written."""
-    try:
-        yield
-    except PolicyfitError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{checkpoint}: {part} cannot be taken back: {type(error).__name__}: {error}.\n"
-            "Resume from another checkpoint, with the callbacks of the run."
-        ) from error
-
-
-def load_policy(policy: torch.nn.Module, model: dict[str, Tensor], checkpoint: Path | str) -> None:
-    """Load the weights, all of them and no others.
-
-    Raises:
-        CheckpointError: A name or shape of one is not in the other.
-    """
-    try:
-        policy.load_state_dict(model, strict=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"The weights in {checkpoint} do not fit {type(policy).__name__}: {' '.join(str(error).split())}\n"
-            "Build the policy with the settings it was trained with."
-        ) from error
-
-
-def _new_streams(run: Run) -> dict[str, Tensor]:
-    """For a rank that the checkpoint does not know: its own, from the seed and the step."""
-    kept = capture_streams(run.device)
-    seed_everything(derive_seed(run.seed, "rank", run.distribution.rank, run.counters.step))
-    made = capture_streams(run.device)
-    put_streams(kept, run.device)
-    return made
-
-
-def _load_scaler(run: Run, saved: CheckpointState, report: changes.Report) -> None:
-    before, now = saved.manifest["precision"], run.precision.name
-    if before != now:
-        report.changed.append(f"precision was {before} and is now {now}")
-    if run.precision.scale is not None and saved.scaler is not None:
-        run.precision.load_state_dict(saved.scaler)
-        report.kept.append("the loss scale")
-    elif before == now and saved.scaler is not None:
-        raise CheckpointError("The checkpoint has a scaler state, but its precision has no scaler.")
-    elif before != now and run.precision.scale is not None:
-        report.reset.append("the loss scale")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from ..strategies.distributed import DistributionStrategy
-from ..strategies.tree import map_leaves, map_tensors
-from .pieces import Pieces, in_memory
+from ..strategies.distributed import AT_THE_START, DistributionStrategy
 
 T = TypeVar("T")
 
 
-def on_main(ranks: DistributionStrategy, action: Callable[[], T], place: str = "the start of the run") -> T:
+def on_main(ranks: DistributionStrategy, action: Callable[[], T], place: str = AT_THE_START) -> T:
     """What ``action`` gives on rank 0, where alone it is called, on all ranks; its error is raised on all."""
     if ranks.world_size == 1:
         return action()
@@ -49,21 +45,9 @@ class Telling:
             self._ranks.excuse(error)
 
 
-def whole(ranks: DistributionStrategy, state: Any) -> Any:
-    """A state with each tensor of which ranks have parts put together on rank 0, and nothing of worth elsewhere."""
-
-    def gathered(tensor: Tensor, key: str) -> Tensor:
-        found = ranks.whole(tensor)
-        if found is tensor:
-            return tensor
-        return found.cpu() if ranks.is_main else found.new_empty(0)
-
-    return state if ranks.world_size == 1 else map_tensors(state, gathered)
-
-
-def agreed(ranks: DistributionStrategy, action: Callable[[], T]) -> list[T]:
+def agreed(ranks: DistributionStrategy, action: Callable[[], T], place: str = AT_THE_START) -> list[T]:
     """What ``action`` gives on each rank, on all of which it is called; the first error is raised on all."""
-    outcomes = ranks.gather_aside(_tried(action))
+    outcomes = ranks.gather_aside(_tried(action), place)
     for _, failure in outcomes:
         if failure is not None:
             raise failure
@@ -76,23 +60,3 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return action(), None
     except Exception as error:
         return None, error
-
-
-def parts(ranks: DistributionStrategy, model: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each whole tensor what belongs where the tensor of this name in ``like`` is; others as they are."""
-    return {name: _part(ranks, value, like.get(name)) for name, value in model.items()}
-
-
-def optimizer_parts(ranks: DistributionStrategy, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """The state dict of a whole optimizer as that of ``optimizer``, which may hold parts of parameters."""
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-
-    def shared(index: Any, entry: Any) -> Any:
-        return map_leaves(entry, lambda leaf, _: _part(ranks, leaf, parameters.get(int(index))))
-
-    return {**state, "state": {index: shared(index, entry) for index, entry in state["state"].items()}}
-
-
-def _part(ranks: DistributionStrategy, value: Any, like: Any) -> Any:
-    fits = isinstance(value, Tensor | Pieces) and isinstance(like, Tensor) and value.shape == like.shape
-    return in_memory(ranks.part(value, like) if fits and like.dim() > 0 else value)

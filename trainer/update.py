@@ -122,10 +122,7 @@ class Updater:
             precision.unscale(gradients, slots.non_finite)
             norms = self._gradients.check(gradients)
         if self._before_step:
-            for optimizer in self.optimizers:
-                for hook in self._before_step:
-                    hook(self._trainer, self._policy, optimizer)
-                    self._distribution.release()
+            self._call(self._before_step)
             gradients = self._gradients.found()
             if self._guard:  # what was edited is checked again, still before any clipping, and leaves the scale alone
                 slots.edited.zero_()
@@ -148,12 +145,15 @@ class Updater:
             raise
         self._move_scale_and_send()
         try:
-            for hook in self._before_zero_grad:
-                for optimizer in self.optimizers:
-                    hook(self._trainer, self._policy, optimizer)
-                    self._distribution.release()
+            self._call(self._before_zero_grad)
         finally:  # on the other ranks, and on the device, the update is made
             self._close(read)
+
+    def _call(self, hooks: Sequence[Callable[..., None]]) -> None:
+        for optimizer in self.optimizers:
+            for hook in hooks:
+                hook(self._trainer, self._policy, optimizer)
+                self._distribution.release()
 
     def _begin(self) -> None:
         self.settle()

@@ -1,0 +1,129 @@
+"""How a run takes back what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from ..strategies.errors import CheckpointError, PolicyfitError
+from . import changes, differences
+from .checkpoint import CheckpointState, fill
+from .outcome import Outcome
+from .parts import parts
+from .rng import capture as capture_streams
+from .rng import derive_seed, seed_everything
+from .rng import restore as put_streams
+from .run import Run
+
+#: What a change does that puts sums of gradients together in another order.
+_ROUNDED = ", where sums are rounded otherwise: not bit for bit the same run"
+
+
+def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Iterable[str]) -> list[str]:
+    """Put a run where it was saved; returns remarks on what was not taken over as it was.
+
+    The optimizers come before the scaler, and the random streams wait until the data iterator exists.
+
+    Args:
+        checkpoint: Where it is, for people.
+        asked: The changes that were asked for by name; see ``differences.py``.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the run.
+        ConfigError: The run differs in what makes it another run, and nobody asked for that.
+    """
+    manifest, report = saved.manifest, changes.Report()
+    found = differences.check(run, manifest, checkpoint, asked)
+    report.changed += [text for words in found.values() for text in words]
+    report.changed += differences.changed_settings(run, manifest)
+    fill(run.policy, parts(run.distribution, saved.model, run.policy.state_dict()), checkpoint)
+    report.kept.append("the weights")
+    changes.renew_statistics(run, saved, found, asked, report)
+    changes.load_movers(run, saved, checkpoint, found, report)
+    with _taking_back("the state of the loss scale", checkpoint):
+        _load_scaler(run, saved, report)
+    counters = run.counters
+    counters.take_back(manifest["counters"])
+    run.resumed_step = counters.step
+    with _taking_back("the position in the data", checkpoint):
+        changes.place_in_data(run, saved, found, report)
+    with _taking_back("the log", checkpoint):
+        if run.distribution.is_main:  # those of all ranks
+            run.means.load_state_dict(saved.callbacks.get("means", {}))
+        run.trainer.remember(saved.callbacks.get("metrics", {}))
+        run.validated_step = saved.callbacks.get("validated_step")
+        run.validated = tuple(saved.callbacks.get("validated", ()))
+        run.logged_step = saved.callbacks.get("logged_step", counters.step)
+        outcome, lr = saved.callbacks.get("outcome"), saved.callbacks.get("lr", run.updater.lr)
+        run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))
+    run.resumed = True
+    with _taking_back("the state of a callback", checkpoint):
+        states = saved.callbacks.get("states", {})
+        missing = run.callbacks.load_state_dict(states)
+    if taken := [key for key in states if key not in missing]:
+        report.kept.append(f"the state of {', '.join(taken)}")
+    report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
+    streams = [saved.rng, *saved.rng_of_others]
+    run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
+    if len(streams) != run.distribution.world_size:
+        report.changed.append(f"ranks were {len(streams)} and are now {run.distribution.world_size}{_ROUNDED}")
+    kind = manifest.get("distribution", run.distribution.name)
+    if kind != run.distribution.name:
+        report.changed.append(f"distribution was {kind} and is now {run.distribution.name}{_ROUNDED}")
+    if len(streams) < run.distribution.world_size:
+        report.reset.append("the random streams of the new ranks, so it is not bit for bit the same run")
+    before, now = manifest["device"], run.device.device.type
+    if before == now:
+        report.kept.append("the random streams")
+    else:
+        run.streams = {**capture_streams(run.device), **run.streams}
+        report.changed.append(f"device was {before} and is now {now}")
+        report.reset.append("the device's random stream, so it is not bit for bit the same run")
+    inexact = (
+        "it was saved after an error, when random streams, running statistics, a window or a part of the weights had "
+        "moved on, so this is not bit for bit the run that was begun"
+    )
+    return [
+        f"resumed from {checkpoint} at step {counters.step}",
+        *([] if manifest.get("exact", True) else [inexact]),
+        *report.lines(),
+    ]
+
+
+@contextmanager
+def _taking_back(part: str, checkpoint: Path | str) -> Iterator[None]:
+    """Name the part whose content makes no sense, though it is what was written."""
+    try:
+        yield
+    except PolicyfitError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint}: {part} cannot be taken back: {type(error).__name__}: {error}.\n"
+            "Resume from another checkpoint, with the callbacks of the run."
+        ) from error
+
+
+def _new_streams(run: Run) -> dict[str, Tensor]:
+    """For a rank that the checkpoint does not know: its own, from the seed and the step."""
+    kept = capture_streams(run.device)
+    seed_everything(derive_seed(run.seed, "rank", run.distribution.rank, run.counters.step))
+    made = capture_streams(run.device)
+    put_streams(kept, run.device)
+    return made
+
+
+def _load_scaler(run: Run, saved: CheckpointState, report: changes.Report) -> None:
+    before, now = saved.manifest["precision"], run.precision.name
+    if before != now:
+        report.changed.append(f"precision was {before} and is now {now}")
+    if run.precision.scale is not None and saved.scaler is not None:
+        run.precision.load_state_dict(saved.scaler)
+        report.kept.append("the loss scale")
+    elif before == now and saved.scaler is not None:
+        raise CheckpointError("The checkpoint has a scaler state, but its precision has no scaler.")
+    elif before != now and run.precision.scale is not None:
+        report.reset.append("the loss scale")
