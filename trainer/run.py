@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from ..strategies.errors import CallbackError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
 from .metrics import Means
+from .pace import Pace
 from .place import Place
 from .policy import PolicyAdapter
 from .rng import restore
@@ -82,11 +82,7 @@ class Run:
         self.device, self.precision = self.trainer.device, self.trainer.precision
         self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
         self._told_of_nothing = False
-        self._begin_clock()
-
-    def _begin_clock(self) -> None:
-        self._clock, self._paused = time.perf_counter(), 0.0
-        self._counted = (self.counters.step, self.counters.micro_batches)
+        self._pace = Pace(self.counters)
 
     @property
     def policy(self) -> nn.Module:
@@ -124,7 +120,7 @@ class Run:
         if self.streams is not None:
             restore(self.streams, self.device)
             self.streams = None
-        self._part("the start of an epoch")
+        self._end_meeting("the start of an epoch")
         return chain(iter(first), batches)  # its iterator lets the first go once it is used; the list would not
 
     def end_epoch(self) -> None:
@@ -190,14 +186,14 @@ class Run:
         if step == self.updater.aimed_step:
             if _hits(step, self.settings.log_every):
                 self._log()
-            paused_from = time.perf_counter()
+            self._pace.pause()
             if self._validates_at(step):
                 self._validate_once()
             for callback in self.callbacks.with_due:
                 if callback.due(step):
                     callback.on_due(self.trainer, self.policy)
-            self._paused += time.perf_counter() - paused_from
-        self._part(f"the end of step {step}")
+            self._pace.go_on()
+        self._end_meeting(f"the end of step {step}")
 
     def meets(self) -> bool:
         """Whether something is to be done together with the other ranks after the update applied last; settles it."""
@@ -241,7 +237,7 @@ class Run:
                 "Call it from on_due, or from another hook of a log, a validation or the start or end of an epoch."
             )
 
-    def _part(self, place: str) -> None:
+    def _end_meeting(self, place: str) -> None:
         """The ranks have met, and see whether one of them has failed meanwhile."""
         self.distribution.gather(None, place)
         self.place.meeting = False
@@ -249,8 +245,6 @@ class Run:
     def _log(self) -> None:
         """Emit the record of this step: the means since the last one, and what the update itself says."""
         counters, outcome = self.counters, self.updater.outcome
-        seconds = max(time.perf_counter() - self._clock - self._paused, 1e-9)
-        steps, batches = counters.step - self._counted[0], counters.micro_batches - self._counted[1]
         record: dict[str, Any] = {"step": counters.step, "epoch": counters.epoch}
         record.update(self.means.read(partial(self.distribution.gather, place=f"the log of step {counters.step}")))
         record["lr"] = float(self.updater.lr)
@@ -260,10 +254,9 @@ class Run:
             record["scale"] = outcome.scale
         record["skipped"] = counters.skipped
         record["skip_rate"] = counters.skipped / counters.updates
-        record["steps_per_s"] = steps / seconds
+        record["steps_per_s"], batches_per_s = self._pace.read()
         if self.data.batch_size is not None:
-            record["samples_per_s"] = batches * self.data.batch_size * self.distribution.world_size / seconds
-        self._begin_clock()
+            record["samples_per_s"] = batches_per_s * self.data.batch_size * self.distribution.world_size
         self.logged_step = counters.step
         self.trainer.emit(record)
 
@@ -312,7 +305,7 @@ class Run:
         self.adapter.attach(self.trainer.log)
         self.policy.zero_grad()
         self.updater.divergence.watch_buffers()
-        self._begin_clock()
+        self._pace.restart()
 
     def endings(self) -> tuple[Callable[[], None], ...]:
         """What leaves optimizers, policy, loader processes and the other ranks as they are to be left."""
