@@ -52,6 +52,8 @@ class Preemption(Callback):
         if self._received is not None or self._trainer is None:
             os._exit(code)
         self._received = signal.Signals(number)
+        if self._trainer.is_main:  # past sys.stderr, which may be in the middle of a line of its own
+            os.write(2, f"{self._received.name} was received: the run is saved and ends after this update\n".encode())
         self._trainer.stop(f"{self._received.name} was received", exit_code=code)
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:

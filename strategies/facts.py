@@ -30,8 +30,10 @@ MASKS: dict[Build, tuple[str, ...]] = {
 }
 #: By these the processes of a run find each other.
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: How many tasks another launcher than torchrun has started; such tasks do not find each other by that.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _SWITCHES = ("HIPBLASLT_ALLOW_TF32", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
-_VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], *_SWITCHES, *RENDEZVOUS)
+_VARIABLES = (*MASKS["rocm"], *MASKS["xpu"], *_SWITCHES, *RENDEZVOUS, *TASKS)
 #: accelerate and its launcher read what begins with these.
 PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 # Torch and its libraries read what begins with these; kept for the record of a run.

@@ -1,10 +1,8 @@
 """Weights, gradients and optimizer state in shards, gathered unit by unit while they are used.
 
-``torch.distributed.fsdp.fully_shard`` shards each unit and the policy itself, in place, over a mesh of
-``DeviceMesh.from_group``; ``register_fsdp_forward_method`` does for other methods what it does for ``forward``. These
-are torch's own calls and not accelerate's ``FullyShardedDataParallelPlugin``, which on cpu is dropped without a word,
-and elsewhere casts frozen weights and chooses 16-bit reductions and outputs; accelerate joins the process group
-(``membership.py``). They are imported where they are used, since that takes more than a second.
+Torch's own ``fully_shard`` (``sharded.py``), over a mesh of ``DeviceMesh.from_group``, and not accelerate's
+``FullyShardedDataParallelPlugin``, which on cpu is dropped without a word, and elsewhere casts frozen weights and
+chooses 16-bit reductions and outputs; accelerate joins the process group (``membership.py``).
 
 Precision: shards keep the type that a parameter has, gradients are reduced in float32, and nothing else is cast
 (``MixedPrecisionPolicy`` without ``param_dtype`` and ``output_dtype``): the forward computes under the run's own
@@ -20,20 +18,17 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from .collectives import Collectives
 from .device import DeviceStrategy
 from .errors import ConfigError, DistributedError
 from .facts import MachineFacts, world_size
 from .group import ManyProcesses
-from .left_out import LeftOut
+from .sharded import ShardedPolicy
 from .units import check_shardable, find_units
 
 T = TypeVar("T")
 
 _OLDEST = (2, 9)  # the first whose collectives can be noted
 _REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Methods of a policy that are called from outside, and then need its weights as ``forward`` does.
-_ENTRANCES = ("training_step", "validation_step", "select_action", "predict_action_chunk")
 
 
 class FSDP(ManyProcesses):
@@ -96,9 +91,7 @@ class FSDP(ManyProcesses):
         self.shard, self.replicate, self.units = shard, replicate, tuple(wrap)
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.reduce_dtype = reduce_dtype
-        self._collectives: Collectives | None = None
-        self._sharded: list[Any] = []  # the units, and the policy as the last
-        self._left_out: LeftOut | None = None
+        self._policy: ShardedPolicy | None = None
 
     def check(self, facts: MachineFacts) -> None:
         """Refuse also a torch that is too old, and a mesh that is not made of the launched ranks."""
@@ -166,7 +159,7 @@ class FSDP(ManyProcesses):
         try:
             self.release()
         finally:
-            self._collectives, self._left_out, self._sharded = None, None, []
+            self._policy = None
             super().teardown()
 
     def _wrap(self, policy: nn.Module) -> nn.Module:
@@ -175,62 +168,41 @@ class FSDP(ManyProcesses):
         Raises:
             ConfigError: No units are named or declared, or they cannot be sharded.
         """
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-            register_fsdp_forward_method,
-        )
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
         units = find_units(policy, self.units)
         check_shardable(policy, units)
-        numbers = {p for p in policy.parameters() if p.dim() == 0}  # frozen ones, which stay whole on every rank
         self._take_from_rank_0((*policy.parameters(), *policy.buffers()))
-        precision = MixedPrecisionPolicy(reduce_dtype=_REDUCE_DTYPES[self.reduce_dtype], cast_forward_inputs=False)
-        offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
-        self._sharded = [*units, policy]
-        for unit in self._sharded:
-            fully_shard(
-                unit,
-                mesh=self._mesh,
-                reshard_after_forward=self._reshards(unit),
-                mp_policy=precision,
-                offload_policy=offload,
-                ignored_params=numbers,
-            )
         assert self._roll_call is not None
-        self._collectives = Collectives(
-            self._sharded,
-            self._device,
+        self._policy = ShardedPolicy(
+            policy,
+            units,
+            reshards=self.reshard_after_forward,
             shards=self._shard_group,
             replicas=self._replica_group,
             roll_call=self._roll_call,
+            device=self._device,
+            mesh=self._mesh,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=_REDUCE_DTYPES[self.reduce_dtype], cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy(),
+            ignored_params={p for p in policy.parameters() if p.dim() == 0},  # frozen, and whole on every rank
         )
-        self._left_out = LeftOut(policy, self._sharded)
-        for name in _ENTRANCES:
-            if callable(getattr(policy, name, None)):
-                register_fsdp_forward_method(policy, name)
         return policy
 
-    def _reshards(self, unit: nn.Module) -> bool:
-        """Not the policy's own weights: backward begins with them."""
-        return self.reshard_after_forward and self._sharded[-1:] != [unit]
+    @property
+    def _sharded(self) -> ShardedPolicy:
+        assert self._policy is not None  # since wrap
+        return self._policy
 
-    def ready(self, policy: Any) -> None:
-        """Units know their types and their root, which else would be the first that a hook calls."""
+    def ready(self, policy: nn.Module) -> None:
+        """Its units too, with the types that its weights have now."""
         super().ready(policy)
-        assert self._collectives is not None
-        policy._get_fsdp_state()._lazy_init()
-        self._collectives.wake()
+        self._sharded.begin()
 
     @contextmanager
     def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
         """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
-        assert self._collectives is not None
-        assert self._left_out is not None
-        self.release()
-        with self._collectives.micro_batch(), self._left_out.closing() if closes else _without_reduction(module):
+        with self._sharded.micro_batch(closes=closes):
             yield
         self._mark(self.timeout)
 
@@ -249,22 +221,17 @@ class FSDP(ManyProcesses):
 
     def backward_of_padding(self, module: nn.Module, loss: Tensor, *, closes: bool) -> None:
         """Its backward, in which the others gather and reduce, with zeros for gradients."""
-        assert self._left_out is not None
-        with self._left_out.padding():
+        with self._sharded.padding():
             loss.backward()  # type: ignore[no-untyped-call]
 
     def take_fingerprint(self) -> float:
         """Of the order of gathers and reductions, and of the parameters that had zeros for a gradient."""
-        assert self._collectives is not None
-        assert self._left_out is not None
-        fingerprint = hash((self._collectives.take_course(), *self._left_out.numbers)) % 2**20
-        self._left_out.begin()
-        return float(fingerprint)
+        return self._sharded.take_fingerprint()
 
     @property
     def left_out(self) -> list[str]:
         """Those of units that took part; the backward of a unit without any gradient reduces nothing."""
-        return [] if self._left_out is None else self._left_out.names
+        return self._sharded.left_out
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
@@ -272,29 +239,21 @@ class FSDP(ManyProcesses):
 
     def silence(self) -> AbstractContextManager[Any]:
         """No unit can be gathered in it."""
-        return nullcontext() if self._collectives is None else self._collectives.silence()
+        return nullcontext() if self._policy is None else self._policy.collectives.silence()
 
     def release(self) -> None:
         """The policy's parameters are shards again, and have no zeros for gradients that this rank has not."""
-        if self._collectives is not None and self._collectives.take_strays():
-            for unit in self._sharded:
-                self._let_go(unit)
-        if self._left_out is not None:
-            self._left_out.take_back()
-
-    def _let_go(self, unit: Any) -> None:
-        unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
-        unit.reshard()
-        unit.set_reshard_after_forward(self._reshards(unit), recurse=False)
+        if self._policy is not None:
+            self._policy.release()
 
     def fail(self) -> None:
         """From now on it asks the others which gathers and reductions they make, and makes these."""
-        if self._collectives is not None:
-            self._collectives.fail()
+        if self._policy is not None:
+            self._policy.collectives.fail()
 
     def _mark(self, patience_s: float) -> None:
-        if self._collectives is not None:
-            self._collectives.mark(patience_s)
+        if self._policy is not None:
+            self._policy.collectives.mark(patience_s)
 
     # Parts and wholes ----------------------------------------------------------------------------------------
 
@@ -343,13 +302,4 @@ class FSDP(ManyProcesses):
             yield
         finally:
             for unit in units:
-                self._let_go(unit)
-
-
-@contextmanager
-def _without_reduction(module: Any) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
+                self._sharded.let_go(unit)

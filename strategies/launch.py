@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .errors import DistributedError
-from .facts import PREFIXES, RENDEZVOUS, MachineFacts, world_size
+from .facts import PREFIXES, RENDEZVOUS, TASKS, MachineFacts, world_size
 
 COMMAND = "torchrun --nproc-per-node=2 -m policyfit fit RUN.yaml"
 
@@ -69,6 +69,21 @@ def check_launch(name: str, facts: MachineFacts) -> None:
             f"A launcher started {world} processes (WORLD_SIZE), but did not set {', '.join(missing)}, without which "
             "they do not find each other.\n"
             f"Start them with torchrun, which sets them, for instance: {COMMAND}"
+        )
+
+
+def check_alone(facts: MachineFacts) -> None:
+    """Refuse one process of several that srun or mpirun started, and that do not find each other.
+
+    Raises:
+        DistributedError: There are several.
+    """
+    tasks = next((name for name in TASKS if (facts.variable(name) or "1") not in ("0", "1")), None)
+    if tasks is not None:
+        raise DistributedError(
+            f"{facts.variable(tasks)} tasks were started ({tasks}), but WORLD_SIZE is not set, so each would train a "
+            "policy of its own.\n"
+            f"Start one task a machine, with torchrun in it: {COMMAND}; or use distributed='none' if that is meant."
         )
 
 

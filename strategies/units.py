@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .errors import ConfigError
+from .errors import ConfigError, some
 
 _DECLARATION = "fsdp_units"
 _BORROWED = "_no_split_modules"  # what models of transformers say of themselves
@@ -50,7 +50,8 @@ def find_units(policy: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def check_shardable(policy: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Refuse what shards cannot hold: trainable numbers without a dimension, and weights that two units share.
+    """Refuse what shards cannot hold: trainable weights without a dimension or an element, those that do not lie row by
+    row in memory, and those that two units share.
 
     Raises:
         ConfigError: With the parameter's name.
@@ -60,6 +61,19 @@ def check_shardable(policy: nn.Module, units: Sequence[nn.Module]) -> None:
         raise ConfigError(
             f"FSDP cannot shard a parameter without a dimension, and {', '.join(numbers)} is to be trained.\n"
             "Give it one (nn.Parameter(torch.zeros(1))), freeze it, or use distributed='ddp'."
+        )
+    empty = [name for name, p in policy.named_parameters() if p.numel() == 0 and p.requires_grad]
+    if empty:
+        raise ConfigError(
+            f"FSDP cannot shard a parameter without an element, and {some(empty)} is to be trained.\n"
+            "Leave it out of the policy, freeze it, or use distributed='ddp'."
+        )
+    scattered = [name for name, p in policy.named_parameters() if not p.is_contiguous()]
+    if scattered:
+        raise ConfigError(
+            f"FSDP shards parameters by their rows, but these lie otherwise in memory: {some(scattered)}.\nUse "
+            "policy.to(memory_format=torch.contiguous_format), or for a transposed one .contiguous(); or "
+            "distributed='ddp'."
         )
     holders: dict[nn.Parameter, nn.Module] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):

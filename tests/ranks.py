@@ -102,9 +102,13 @@ class Samples:
 
 
 class Seen(Callback):
-    """Sample ids of every micro-batch, outcomes of every update and the weights that this rank has then, records."""
+    """Sample ids of every micro-batch, outcomes of every update, records; and what this rank has then of weights.
 
-    def __init__(self) -> None:
+    These it ``keeps`` where they are asked for: whole weights that a forward has left could not be freed.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
         self.ids: list[list[int]] = []
         self.outcomes: list[tuple[bool, str | None, float | None]] = []
         self.weights: list[str] = []
@@ -115,6 +119,8 @@ class Seen(Callback):
 
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Any) -> None:
         self.outcomes.append((outcome.landed, outcome.reason, outcome.scale))
+        if not self.keeps:
+            return
         local = [trainer.distribution.local(p.detach()).numpy().tobytes() for p in policy.parameters()]
         self.weights.append(sha256(b"".join(local)).hexdigest())
 
@@ -140,11 +146,11 @@ def train(
     run_dir: str, distributed: str, *, precision: str = "no", optimizer: str = "adamw", batch_size: int = 4,
     steps: int = 8, dropout: float = 0.0, norm: bool = False, poisoned: tuple[int, ...] = (), extra: Any = (),
     resume: str | None = None, fails_at: int | None = None, every: int = 2, ema: bool = False, val: bool = False,
-    val_fails_at: int | None = None, own: bool = True,
+    val_fails_at: int | None = None, own: bool = True, keeps: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """One rank's part of a run; what it ends with, weights whole."""
-    seen = Seen()
+    seen = Seen(keeps)
     strategy: Any = FSDP(timeout=30.0) if distributed == "fsdp" else distributed
     trainer = Trainer(
         "cpu", precision_of(precision), max_steps=steps, batch_size=batch_size, seed=7, clip_norm=1.0, log_every=2,
@@ -272,6 +278,14 @@ class Walk(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.left -= 1
         return np.zeros(6, np.float32), 1.0, self.left == 0, False, {"success": self.left == 0}
+
+
+class Telling(Walk):
+    """Whose reward is the first number of the action, so that a return tells which weights acted."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *end = super().step(action)
+        return observation, float(action[0]), *end
 
 
 class Alone(Callback):

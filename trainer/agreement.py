@@ -71,6 +71,11 @@ class Agreement:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
         self._asks = max(self._asks, 1.0 + exit_code)
 
+    @property
+    def asks(self) -> int:
+        """The exit code with which this rank asks for a stop; 0 too where it asks for none."""
+        return max(0, int(self._asks) - 1)
+
     def reach(self, losses: Collection[Tensor], *, meets: bool | None, next_window: int | None) -> None:
         """Make the flags of an update those of all ranks, without waiting.
 

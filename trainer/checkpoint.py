@@ -39,6 +39,7 @@ from ..strategies.errors import CheckpointError
 from ..strategies.tree import map_leaves
 from .checkpoint_files import FileReader, FileWriter, sync_folder, writing
 from .checkpoint_folders import MANIFEST, publish, sibling, sweep
+from .describe import class_of
 from .manifest import FORMAT_VERSION, are_counters, check_files, damaged, read_manifest, seal
 from .packing import dumps, pack
 from .pieces import in_memory, read_tensors
@@ -275,6 +276,6 @@ def fill(policy: nn.Module, model: dict[str, Tensor], checkpoint: Path | str) ->
         policy.load_state_dict(model, strict=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"The weights in {checkpoint} do not fit {type(policy).__name__}: {' '.join(str(error).split())}\n"
+            f"The weights in {checkpoint} do not fit {class_of(policy).__name__}: {' '.join(str(error).split())}\n"
             "Build the policy with the settings it was trained with."
         ) from error

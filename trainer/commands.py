@@ -201,11 +201,19 @@ def _trained(
 
 
 def _whole_policy(run: RunRecipe, trainer: Trainer) -> nn.Module:
-    """The policy of the run's last checkpoint."""
+    """The policy of the run's last checkpoint, with the weights that the run evaluates with."""
+    from ..callbacks.ema import EMA
     from .load import load
 
-    where = trainer.run_dir / "checkpoints" / "last"
-    return load(where, device=trainer.device, precision=trainer.precision, policy=_policy(run), verify=False)
+    averages = any(isinstance(callback, EMA) and callback.evaluate for callback in trainer.callbacks)
+    return load(
+        trainer.run_dir / "checkpoints" / "last",
+        device=trainer.device,
+        precision=trainer.precision,
+        policy=_policy(run),
+        weights="ema" if averages else "raw",
+        verify=False,
+    )
 
 
 def _say(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from ..strategies.errors import ConfigError
 
@@ -35,11 +35,15 @@ def prepare_optimizer(optimizer: Optimizer, *, sharded: bool = False) -> str:
         sharded: Whether it moves shards, for which SGD and Adagrad have no fused kernel.
 
     Raises:
-        ConfigError: It steps through a closure, which cannot be skipped or scaled.
+        ConfigError: It steps through a closure, which cannot be skipped or scaled; or cannot move shards.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS calls the loss through a closure, which no precision or skip can follow.\nUse AdamW.")
+    if sharded and isinstance(optimizer, Adafactor | Rprop):
+        raise ConfigError(
+            f"{name} cannot move shards: torch has no such form of what it computes.\nUse AdamW, or distributed='ddp'."
+        )
     if sharded and isinstance(optimizer, SGD | Adagrad):
         form = _unfuse(optimizer)
     elif _can_fuse(optimizer):

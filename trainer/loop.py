@@ -32,6 +32,7 @@ def _train(run: Run) -> None:
         for batch, index, divisor, remaining, next_window in run.begin_epoch():
             weight, closes = 1.0 / divisor, remaining == 0
             place.enter(index, index + 1 + remaining, updater.applied)
+            run.weight = weight
             for hook in batch_start:
                 hook(trainer, policy, batch, index)
             with distribution.micro_batch(adapter.module, closes=closes):
@@ -58,11 +59,14 @@ def _train(run: Run) -> None:
             counters.micro_batches += 1
             counters.batch_in_epoch = index + 1
             if closes:
+                run.weight = 1.0  # what is logged of an update counts once
                 updater.apply(next_window, run.is_due_at)
             if batch_end:
+                run.weight = weight
                 outputs = {**metrics, "loss": None if loss is None else loss.detach()}
                 for hook in batch_end:
                     hook(trainer, policy, outputs, batch, index)
+                run.weight = 1.0
             if closes and run.something_is_due():
                 run.at_step()
                 if run.done:

@@ -18,9 +18,14 @@ def scalar(name: str, value: Any) -> Tensor | float:
     """A reported value as a float, or as a detached tensor that nobody changes later and that keeps no other alive.
 
     Raises:
-        ConfigError: It is neither a number nor a scalar tensor.
+        ConfigError: It is neither a number nor a scalar tensor, or of all ranks' shards, which nobody has put together.
     """
     if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):
+            raise ConfigError(
+                f"The metric {name!r} is of a weight or gradient in shards (DTensor), of which each rank has a part.\n"
+                "Report value.full_tensor(), called on every rank alike; item() would give the part of one."
+            )
         if value.numel() != 1:
             raise ConfigError(
                 f"The metric {name!r} must be a number or a scalar tensor, got shape {tuple(value.shape)}.\n"
@@ -92,14 +97,16 @@ class Means:
                 for weight in weights:
                     self._add_number(name, next(values), weight)
 
-    def read(self, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
-        """The means since the last ``read``, NaN where no value was finite; starts anew. Waits for the device.
+    def read(self, gather: Callable[[Any], list[Any]] = lambda own: [own], *, anew: bool = True) -> dict[str, float]:
+        """The means since the last ``read``, NaN where no value was finite. Waits for the device.
 
         Args:
             gather: What all ranks give for one's own, for means over all of them.
+            anew: Whether the next means begin here.
         """
         sums = added(gather(self.state_dict()))
-        self._sums = {}
+        if anew:
+            self._sums = {}
         return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..strategies.errors import ConfigError
+from .describe import class_of
 from .optimizer import default_optimizer, read_configured
 from .schedule import Schedule
 
@@ -83,7 +84,7 @@ class PolicyAdapter(ABC):
                 "configure_optimizers() returned None, so nothing would move the weights.\nReturn an optimizer."
             )
         optimizers, schedules = read_configured(configured, self.default_interval)
-        return optimizers, schedules, f"{type(self.policy).__name__}.configure_optimizers()"
+        return optimizers, schedules, f"{class_of(self.policy).__name__}.configure_optimizers()"
 
     def own_data(self, name: Literal["train_dataloader", "val_dataloader"]) -> Any:
         """The policy's own data, or ``None`` when it brings none.
@@ -95,7 +96,7 @@ class PolicyAdapter(ABC):
         parts = list(data.values()) if isinstance(data, Mapping) else data
         if isinstance(parts, list | tuple) and any(isinstance(part, DataLoader) for part in parts):
             raise ConfigError(
-                f"{type(self.policy).__name__}.{name}() gives {len(parts)} loaders, but a run reads one.\n"
+                f"{class_of(self.policy).__name__}.{name}() gives {len(parts)} loaders, but a run reads one.\n"
                 "Return one DataLoader, for instance over a torch.utils.data.ConcatDataset."
             )
         return data
@@ -123,7 +124,7 @@ class PlainPolicy(PolicyAdapter):
             return checked_loss(loss, self.policy, "forward"), NO_METRICS
         if not isinstance(metrics, Mapping):
             raise ConfigError(
-                f"{type(self.policy).__name__}.forward must give a loss, or (loss, metrics) with metrics a dict; "
+                f"{class_of(self.policy).__name__}.forward must give a loss, or (loss, metrics) with metrics a dict; "
                 f"got {type(metrics).__name__} in place of the dict.\nReturn for instance (loss, {{'l1': l1}})."
             )
         if "loss" in metrics:  # the loss has this name already
@@ -307,12 +308,12 @@ def checked_loss(loss: Any, policy: nn.Module, method: str) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"{type(policy).__name__}.{method} must give a loss, a scalar tensor, or (loss, metrics); "
+            f"{class_of(policy).__name__}.{method} must give a loss, a scalar tensor, or (loss, metrics); "
             f"got {type(loss).__name__}.\n{_loss_meant(loss)}"
         )
     if loss.dim():
         raise ConfigError(
-            f"{type(policy).__name__}.{method} must give a scalar loss, got shape {tuple(loss.shape)}.\n"
+            f"{class_of(policy).__name__}.{method} must give a scalar loss, got shape {tuple(loss.shape)}.\n"
             "Reduce it, for instance with loss.mean()."
         )
     return loss

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..strategies.device import DeviceStrategy
 from ..strategies.distributed import AT_THE_START
-from ..strategies.errors import ConfigError
+from ..strategies.errors import ConfigError, some
 from ..strategies.formats import tf32_support
 from ..strategies.mailbox import Mailbox, SharedMailbox
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .agreement import MAILBOX_SIZE
+from .alike import asked, check_settings
 from .counters import Counters
 from .describe import class_of
 from .fused import prepare_optimizer
@@ -60,6 +62,7 @@ def prepare(
         The run, and the number of CPU threads it is to have (``None``: torch's choice).
     """
     device, distribution, plan = trainer.device, trainer.distribution, trainer.plan
+    check_settings(distribution, asked(trainer, settings))
     seed = settings.seed if origin is None else origin.seed(settings.seed)
     adapter = _checked(policy, trainer.precision)
     if seed is None:
@@ -69,6 +72,7 @@ def prepare(
     data = data_to_train_on(trainer, adapter, train_data, settings, seed=seed, fresh=origin is None)
     validation = data_to_validate_on(trainer, adapter, val_data, settings)
     movers, threads = _assemble(trainer, adapter, optimizer, schedule, settings, choices)
+    check_settings(distribution, movers.settings | {"val_data": "none" if validation is None else "given"})
     if distribution.rank > 0:  # the weights are alike by now; dropout is not to be
         seed_everything(derive_seed(seed, "rank", distribution.rank))
     order = f"resume is not exact: {data.not_exact}" if data.not_exact else data.order
@@ -198,16 +202,34 @@ def _mailbox(device: DeviceStrategy, optimizers: list[Optimizer], precision: Pre
 
 
 def _put_in_train_mode(policy: nn.Module) -> list[str]:
-    """Train mode for a policy that is in eval mode as a whole; parts that alone are in eval mode stay so."""
+    """Train mode for a policy that is in eval mode as a whole; parts that alone are in eval mode stay so.
+
+    A module with a ``train()`` of its own is asked what that means for its parts, as a frozen backbone in eval mode.
+    """
     notes = []
     if not policy.training:  # as load() and many pretrained policies come
         policy.train()
         notes.append(f"{type(policy).__name__} came in eval mode and was put in train mode")
+    for module in policy.modules():
+        if module.training and type(module).train is not nn.Module.train:
+            module.train()
     resting = [name for name, module in policy.named_modules() if not module.training]
     topmost = [name for name in resting if name.rpartition(".")[0] not in resting]
     if topmost:
         notes.append(f"in eval mode stay, as they came: {', '.join(topmost)}")
+    moving = [name for name, module in policy.named_modules() if _is_frozen_but_moves(module)]
+    if moving:
+        notes.append(
+            f"frozen, but in train mode, so that running statistics move: {some(moving)}; a train() of the policy that "
+            "calls eval() on them keeps them as they are"
+        )
     return notes
+
+
+def _is_frozen_but_moves(module: nn.Module) -> bool:
+    keeps = module.training and isinstance(module, _BatchNorm) and module.track_running_stats
+    frozen = [not parameter.requires_grad for parameter in module.parameters(recurse=False)]
+    return keeps and bool(frozen) and all(frozen)
 
 
 def _frozen_words(policy: nn.Module) -> list[str]:

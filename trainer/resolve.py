@@ -26,6 +26,7 @@ from ..strategies.fabric import FabricPlugin, fabric_precision, is_fabric_plugin
 from ..strategies.facts import MachineFacts, describe, local_rank, probe, world_size
 from ..strategies.formats import bf16_support, fp16_support
 from ..strategies.fsdp import FSDP
+from ..strategies.launch import check_alone
 from ..strategies.mixed import BF16, FP16
 from ..strategies.obstacles import (
     Obstacle,
@@ -278,6 +279,8 @@ def resolve_distribution(request: object, facts: MachineFacts) -> Choice[Distrib
     world = world_size(facts)
     asked = str(request)
     chosen = asked if asked != "auto" else "ddp" if world > 1 else "none"
+    if asked == "auto" and world == 1:
+        check_alone(facts)
     strategy = DISTRIBUTIONS[chosen]()
     strategy.check(facts)
     reason = f"a launcher started {world} processes" if world > 1 else "one process"

@@ -75,6 +75,8 @@ class Run:
     validated_step: int | None = None
     #: The names of the metrics that the validation of that step gave.
     validated: tuple[str, ...] = ()
+    #: What a value that is logged now weighs in its mean: that of the micro-batch under way, which is 0 for padding.
+    weight: float = 1.0
     #: The random streams of a checkpoint, put in place once the data iterator exists.
     streams: dict[str, Tensor] | None = None
 
@@ -242,11 +244,15 @@ class Run:
         self.distribution.gather(None, place)
         self.place.meeting = False
 
-    def _log(self) -> None:
-        """Emit the record of this step: the means since the last one, and what the update itself says."""
+    def _log(self, *, ends: bool = False) -> None:
+        """Emit the record of this step: the means since the last one, and what the update itself says.
+
+        Where the run ends by it, the next record of one that goes on is that of a run that was never ended.
+        """
         counters, outcome = self.counters, self.updater.outcome
         record: dict[str, Any] = {"step": counters.step, "epoch": counters.epoch}
-        record.update(self.means.read(partial(self.distribution.gather, place=f"the log of step {counters.step}")))
+        gather = partial(self.distribution.gather, place=f"the log of step {counters.step}")
+        record.update(self.means.read(gather, anew=not ends))
         record["lr"] = float(self.updater.lr)
         if outcome is not None and math.isfinite(outcome.grad_norm):
             record["grad_norm"] = outcome.grad_norm
@@ -257,7 +263,8 @@ class Run:
         record["steps_per_s"], batches_per_s = self._pace.read()
         if self.data.batch_size is not None:
             record["samples_per_s"] = batches_per_s * self.data.batch_size * self.distribution.world_size
-        self.logged_step = counters.step
+        if not ends:
+            self.logged_step = counters.step
         self.trainer.emit(record)
 
     def _validate_once(self) -> None:
@@ -317,10 +324,13 @@ class Run:
         self.place.meeting = True
         self.updater.settle()
         if self.counters.step != self.logged_step:
-            self._log()
+            self._log(ends=True)
         if self.stop_reason is None:
             self._validate_once()
-        self.distribution.gather(None, "the end of training")
+        asked = self.distribution.gather((self.asked_to_stop, self.updater.agreement.asks), "the end of training")
+        late = [(reason, code) for reason, code in asked if reason is not None]
+        if late and self.stop_reason is None:  # in the last validation, or with no update left to agree at
+            self.stop_reason, self.exit_code = late[0][0], max(code for _, code in late)
 
 
 def _hits(step: int, every: int | None) -> bool:

@@ -35,14 +35,18 @@ class RunCommands(RunView):
     def log(self, name: str, value: Any) -> None:
         """Report a metric, a number or a scalar tensor: its mean stands in the next log record.
 
-        Called during validation it becomes a mean over the validation data.
+        What is reported of a micro-batch, from its start to ``on_train_batch_end``, weighs as much as its loss, and
+        nothing where it only pads. Called during validation it becomes a mean over the validation data.
 
         Raises:
             ConfigError: The name is one of a record's own fields.
         """
         if name in ("step", "epoch", "event"):
             raise ConfigError(f"The metric name {name!r} is a field of every record. Log it under another name.")
-        (self._collect or self._active.means.add)(name, value)
+        if self._collect is not None:
+            self._collect(name, value)
+        else:
+            self._active.means.add(name, value, self._active.weight)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Report that something happened, at once: every ``on_log`` gets it, ``metrics.jsonl`` among them."""
@@ -50,11 +54,11 @@ class RunCommands(RunView):
         self.callbacks.call("on_log", self, policy, {"step": step, "event": kind, **fields})
 
     def emit(self, record: Mapping[str, Any]) -> None:
-        """Hand a record of metrics to every ``on_log`` and logger, and remember its values as ``metrics``."""
+        """Hand a record of metrics to every ``on_log`` and, on rank 0, logger; remember its values as ``metrics``."""
         values = {name: value for name, value in record.items() if name not in ("step", "epoch")}
         self.remember(values)
         self.callbacks.call("on_log", self, self._active.policy, record)
-        for logger in self._loggers:
+        for logger in self._loggers if self.is_main else ():
             logger.log_metrics(values, step=record["step"])
 
     def remember(self, metrics: Mapping[str, float]) -> None:

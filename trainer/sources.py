@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..strategies.distributed import AT_THE_START, DistributionStrategy
-from ..strategies.errors import ConfigError, DistributedError, some
+from ..strategies.errors import ConfigError, some
 from ..strategies.tree import map_leaves
+from .alike import check_data
 from .data import TrainingData, training_data, validation_loader
 from .policy import PolicyAdapter, brings
 from .settings import Settings
@@ -53,7 +53,7 @@ def data_to_train_on(
     )
     if fresh:
         set_statistics(policy, data.stats)
-    _check_alike(distribution, data)
+    check_data(distribution, data)
     return data
 
 
@@ -108,15 +108,3 @@ def _is_finite(leaf: Any) -> bool:
     """Whether it holds no inf or NaN; what is no number does not."""
     array = leaf.detach().cpu().double().numpy() if isinstance(leaf, Tensor) else np.asarray(leaf)
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
-
-
-def _check_alike(distribution: DistributionStrategy, data: TrainingData) -> None:
-    """Refuse ranks that would wait for each other: those that have other data than rank 0."""
-    sizes = distribution.gather((data.batches_per_epoch, data.samples_per_epoch), AT_THE_START)
-    other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
-    if other is not None:
-        index, what = (0, "batches") if sizes[other][0] != sizes[0][0] else (1, "samples")
-        raise DistributedError(
-            f"Rank {other} has {sizes[other][index]} {what} an epoch, and rank 0 has {sizes[0][index]}.\n"
-            "Give all ranks the same data: each takes its own part of it."
-        )

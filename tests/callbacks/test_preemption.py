@@ -33,7 +33,9 @@ def trainer_with(run_dir: Path, *callbacks: Callback) -> Trainer:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_ends_the_run_after_the_update_under_way_saved_with_exit_code_143(number: int, tmp_path: Path) -> None:
+def test_signal_ends_the_run_after_the_update_under_way_saved_with_exit_code_143(
+    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(number)
     trainer = trainer_with(tmp_path / "run", Sends(number, at=6))
     with pytest.raises(SystemExit) as ended:
@@ -43,6 +45,7 @@ def test_signal_ends_the_run_after_the_update_under_way_saved_with_exit_code_143
     assert trainer.stop_reason == f"{signal.Signals(number).name} was received"
     assert [path.name for path in trainer.checkpoints()] == ["000004"]
     assert signal.getsignal(number) is before
+    assert f"{signal.Signals(number).name} was received: the run is saved and ends" in capfd.readouterr().err
 
 
 def test_saves_itself_when_no_callback_does(tmp_path: Path) -> None:

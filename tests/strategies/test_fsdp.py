@@ -18,7 +18,7 @@ from policyfit.strategies.device import CPUDevice
 from policyfit.strategies.distributed import DistributionStrategy
 from policyfit.strategies.errors import ConfigError
 from policyfit.strategies.fsdp import FSDP
-from policyfit.strategies.units import find_units
+from policyfit.strategies.units import check_shardable, find_units
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {}),
@@ -195,16 +195,24 @@ def test_units_that_cannot_be_had_are_refused_with_what_to_name(
         units_of(names, policy)
 
 
-def wrap_what_cannot_be() -> list[tuple[str, str]]:
-    with joined(sharded) as strategy:
-        return [error_of(lambda p=p: strategy.wrap(p)) for p in (Tied(), Tempered(trainable=True))]  # type: ignore[misc]
+def image_policy() -> nn.Module:
+    """Whose convolution lies in memory channel by channel, as vision encoders often do."""
+    policy = nn.Sequential(nn.Conv2d(2, 2, 3), Block())
+    return policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
-def test_what_shards_cannot_hold_is_refused_by_name() -> None:
-    for tied, number in run(wrap_what_cannot_be):
-        assert tied[0] == number[0] == "ConfigError"
-        assert tied[1].startswith("The parameter second.linear.weight is shared by two units of FSDP, Block and Block")
-        assert number[1].startswith("FSDP cannot shard a parameter without a dimension, and temperature is to be")
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Tied(), "The parameter second.linear.weight is shared by two units of FSDP, Block and Block"),
+        (Tempered(trainable=True), "FSDP cannot shard a parameter without a dimension, and temperature is to be"),
+        (image_policy(), r"these lie otherwise in memory: 0.weight.\nUse policy.to\(memory_format="),
+        (nn.ModuleList([Block(), nn.Embedding(0, 2)]), "a parameter without an element, and 1.weight is to be trained"),
+    ],
+)
+def test_what_shards_cannot_hold_is_refused_by_name(policy: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_shardable(policy, find_units(policy, ["Block"]))
 
 
 def train_what_is_in_no_unit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,20 @@ def test_what_is_measured_and_what_needs_no_other_rank_is_printed_by_rank_0(tmp_
     line, *metrics = first[1].out.splitlines()
     assert line == "checkpoint done/checkpoints/000003  step 3  weights raw  device cpu  precision no"
     assert [words.split()[0] for words in metrics] == ["val/error", "val/loss"]
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_a_sharded_run_is_evaluated_with_the_weights_that_it_validates_with(tmp_path: Path, evaluate: bool) -> None:
+    average = {"class_path": "policyfit.EMA", "init_args": {"decay": 0.9, "warmup": False, "evaluate": evaluate}}
+    acts = ["--eval={env: ranks.Telling, episodes: 2}", f"--trainer.callbacks={json.dumps([average])}"]
+    (fit,), _ = _of_ranks(tmp_path, ["fit", "run.yaml", "--trainer.distributed=fsdp", *acts])
+    assert fit.code == 0, fit.err
+    returns = {}
+    for weights in ("raw", "ema"):
+        said = policyfit("eval", "done", f"--weights={weights}").out
+        returns[weights] = re.search(r"return  mean (\S+)", said)[1]  # type: ignore[index]
+    assert returns["raw"] != returns["ema"]
+    assert f"return  mean {returns['ema' if evaluate else 'raw']} " in fit.out
 
 
 def test_a_sharded_run_goes_on_in_one_process_as_its_refusal_says(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from failing import Fails
 from processes import run
 from ranks import Policy, Samples
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
-from policyfit import Trainer
+from policyfit import DistributedError, Trainer
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
 
@@ -91,6 +92,42 @@ def planned_alone() -> str:
 
 def test_rank_that_fails_in_a_dry_run_is_heard_by_the_others() -> None:
     assert run(planned_alone, limit_s=40.0) == ["Rank 1 failed: RuntimeError: only on this rank", "only on this rank"]
+
+
+def set_otherwise(settings: dict[str, tuple[Any, Any]]) -> list[str]:
+    rank, found = int(os.environ["RANK"]), []
+    for name, values in settings.items():
+        options = {"distributed": "ddp", "max_steps": 2, "batch_size": 4, name: values[rank]}
+        rate, given = options.pop("lr", 0.1), options.pop("val_data", False)
+        try:
+            Trainer("cpu", default_callbacks=False, **options).fit(
+                Policy(), Samples(), Samples() if given else None, optimizer=partial(SGD, lr=rate)
+            )
+        except DistributedError as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+def test_ranks_that_were_started_with_other_settings_are_refused_by_what_differs() -> None:
+    slow = DDP(timeout=50.0)
+    wide = DDP(timeout=50.0, find_unused_parameters=True)
+    settings = {
+        "max_steps": (2, 3), "batch_size": (4, 5), "clip_norm": (None, 1.0), "seed": (1, 2),
+        "precision": ("no", "bf16"), "distributed": (slow, wide), "lr": (0.1, 0.2),
+        "val_data": (True, False), "workers": (0, "auto"),
+    }  # fmt: skip
+    told = "Rank 1 was started with other settings than rank 0: "
+    for found in run(set_otherwise, settings, limit_s=60.0):
+        assert found == [
+            f"{told}max_steps is 3, and 2 on rank 0.",
+            f"{told}batch_size is 5, and 4 on rank 0.",
+            f"{told}clip_norm is 1.0, and None on rank 0.",
+            f"{told}seed is 2, and 1 on rank 0.",
+            f"{told}precision is 'bf16', and 'no' on rank 0.",
+            f"{told}distributed.find_unused_parameters is True, and False on rank 0.",
+            f"{told}optimizer 0: lr is 0.2, and 0.1 on rank 0.",
+            f"{told}val_data is 'none', and 'given' on rank 0.",
+        ]
 
 
 def interrupted(distributed: str, method: str) -> tuple[str, bool]:

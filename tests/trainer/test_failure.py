@@ -298,7 +298,7 @@ def test_death_of_a_rank_ends_the_others_with_its_number_and_the_run_can_go_on(
     ranks = outcomes_of(killed, str(tmp_path), distributed, limit_s=60.0)
     assert ranks[1].exit_code == -9
     assert ranks[0].exit_code == 0
-    assert ranks[0].value.startswith("DistributedError: Rank 1 no longer answers: called for ")
+    assert ranks[0].value.startswith("RanksLost: Rank 1 no longer answers: called for ")
     resumed = run(job, str(tmp_path), distributed, {"steps": 8, "resume": "last"})
     straight = run(job, str(tmp_path / "straight"), distributed, {"steps": 8})
     same(weights(resumed[0]), weights(straight[0]))

@@ -223,10 +223,17 @@ def test_a_policy_that_keeps_parts_in_eval_mode_itself_is_asked() -> None:
             self.backbone.eval()
             return self
 
-    policy = Keeps().eval()
-    fit(policy, max_steps=1)
-    assert not policy.backbone.training
-    assert policy.head.training
+    for policy in (Keeps(), Keeps().eval()):
+        trainer = fit(policy, max_steps=1)
+        assert not policy.backbone.training
+        assert policy.head.training
+        assert not [note for note in trainer.plan.notes if "running statistics move" in note]
+
+
+def test_frozen_parts_whose_statistics_move_are_told() -> None:
+    trainer = fit(WithBackbone(), max_steps=1)
+    (note,) = [note for note in trainer.plan.notes if "running statistics move" in note]
+    assert note.startswith("frozen, but in train mode, so that running statistics move: backbone.1; a train() of")
 
 
 def test_gradients_from_before_take_no_part_and_none_are_left() -> None:

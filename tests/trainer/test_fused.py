@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop, Rprop
 from toys import InMemory, assert_equal, batches, by_hand, mlp, weights
 
 from policyfit import ConfigError, Trainer
@@ -81,6 +81,14 @@ def test_sgd_with_dampening_uses_the_form_that_a_first_skip_does_not_corrupt(fus
     assert "not fused" in trainer.plan.chosen("optimizer")
     for name, value in weights(theirs).items():
         torch.testing.assert_close(weights(ours)[name], value)  # foreach and single-tensor may differ in the last bit
+
+
+@pytest.mark.parametrize("kind", [Adafactor, Rprop])
+def test_an_optimizer_that_cannot_move_shards_is_refused_before_the_first_step(kind: type[Optimizer]) -> None:
+    optimizer = kind(mlp().parameters())  # type: ignore[call-arg]
+    assert "not fused" in prepare_optimizer(optimizer)
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot move shards.*\nUse AdamW, or distributed='ddp'"):
+        prepare_optimizer(optimizer, sharded=True)
 
 
 def test_lbfgs_is_refused_with_another_optimizer_as_advice() -> None:

@@ -61,6 +61,27 @@ def test_what_is_no_number_is_refused_by_name(value: Any, message: str) -> None:
         Means().add("mine", value)
 
 
+class Whole(Tensor):
+    """As a DTensor is told: a part that can be put together."""
+
+    def full_tensor(self) -> Tensor:
+        return self
+
+
+def test_a_number_of_shards_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"The metric 'norm' is of a weight or gradient in shards.*\nReport value."):
+        Means().add("norm", torch.ones(()).as_subclass(Whole))
+
+
+def test_means_that_are_read_and_kept_are_read_again_with_what_is_added() -> None:
+    means = Means()
+    means.add("a", 1.0)
+    assert means.read(anew=False) == {"a": 1.0}
+    means.add("a", 2.0)
+    assert means.read() == {"a": 1.5}
+    assert means.read() == {}
+
+
 def test_a_value_that_is_written_over_later_counts_as_it_was() -> None:
     means, counter = Means(), torch.zeros(())
     for _ in range(3):

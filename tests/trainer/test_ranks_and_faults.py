@@ -439,4 +439,4 @@ def validated(run_dir: str) -> str:
 def test_a_rank_that_dies_in_a_validation_of_its_own_is_told_by_its_number(tmp_path: Path) -> None:
     first, second = outcomes_of(validated, str(tmp_path / "run"), limit_s=40.0)
     assert second.exit_code == -9
-    assert first.value.startswith("DistributedError: Rank 1 no longer answers")
+    assert first.value.startswith("RanksLost: Rank 1 no longer answers")

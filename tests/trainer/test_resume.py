@@ -161,21 +161,32 @@ class Records(Callback):
             self.kept.append({name: value for name, value in record.items() if not name.endswith("per_s")})
 
 
+class Stops(Callback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.step == self.step:
+            trainer.stop("enough")
+
+
 @pytest.mark.parametrize("monitor", ["val/loss", "train/loss"])
 def test_what_is_logged_after_a_resume_at_an_epochs_end_is_what_the_straight_run_logs(
     monitor: str, tmp_path: Path
 ) -> None:
     # The epoch ends with a validation at step 4, between the logs of 3 and 6, and the schedule looks at a metric there.
-    def fit(run_dir: Path, resume: Path | None = None) -> list[dict[str, Any]]:
+    def fit(
+        run_dir: Path, resume: Path | str | None = None, *, steps: int = 8, stops_at: int | None = None
+    ) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         policy: Any = Policy(overflows=0.0)
         optimizer = AdamW(policy.parameters(), lr=0.1)
         plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": monitor}
         policy.configure_optimizers = lambda: ([optimizer], [plateau])
         records = Records(after=4)
-        callbacks = [records, Checkpoint(every_steps=4, keep=None, background=False)]
+        callbacks = [records, Stops(stops_at), Checkpoint(every_steps=4, keep=None, background=False)]
         trainer = Trainer(
-            "cpu", max_steps=8, batch_size=4, val_every=2, log_every=3, seed=3, run_dir=run_dir, callbacks=callbacks
+            "cpu", max_steps=steps, batch_size=4, val_every=2, log_every=3, seed=3, run_dir=run_dir, callbacks=callbacks
         )
         trainer.fit(policy, Augmented(16), Augmented(4), resume=resume)
         return records.kept
@@ -183,6 +194,10 @@ def test_what_is_logged_after_a_resume_at_an_epochs_end_is_what_the_straight_run
     straight = fit(tmp_path / "straight")
     assert {record["step"] for record in straight} == {6, 8}
     assert fit(tmp_path / "other", tmp_path / "straight" / "checkpoints" / "000004") == straight
+    fit(tmp_path / "stopped", stops_at=5)
+    fit(tmp_path / "longer", steps=5)
+    for ended in ("stopped", "longer"):  # they have logged step 5, and go on as if they had not
+        assert fit(tmp_path / ended, "last") == straight
 
 
 class Looks(Callback):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from processes import outcomes_of, run
-from ranks import OPTIMIZERS, Overflows, Policy, Rates, Stops, close, job, same, train, weights
+from ranks import OPTIMIZERS, Overflows, Policy, Rates, Samples, Seen, Stops, close, job, same, train, weights
+from torch import nn
 
-from policyfit import Checkpoint, ConfigError, Trainer, load
+from policyfit import Callback, Checkpoint, ConfigError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -43,7 +44,7 @@ def test_two_ranks_make_the_run_of_one_with_the_same_global_batch(tmp_path: Path
 def test_overflow_on_one_rank_skips_on_all_and_moves_the_scale_of_all(
     tmp_path: Path, distributed: str, optimizer: str
 ) -> None:
-    settings = {"precision": "fp16", "optimizer": optimizer, "poisoned": (3, 17), "steps": 6}
+    settings = {"precision": "fp16", "optimizer": optimizer, "poisoned": (3, 17), "steps": 6, "keeps": True}
     one = alone(tmp_path, **settings)
     ranks = run(job, str(tmp_path), distributed, settings)
     assert ranks[0]["outcomes"] == ranks[1]["outcomes"] == one["outcomes"]
@@ -64,7 +65,9 @@ def assert_moved_alike(ranks: list[dict[str, Any]], distributed: str) -> None:
 def edited(folder: str, distributed: str, precision: str) -> dict[str, Any]:
     from ranks import Edits
 
-    return train(f"{folder}/run", distributed, precision=precision, steps=5, extra=[Edits(rank=1, update=2)])
+    return train(
+        f"{folder}/run", distributed, precision=precision, steps=5, extra=[Edits(rank=1, update=2)], keeps=True
+    )
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -82,7 +85,7 @@ def test_gradient_that_goes_bad_after_the_reduction_on_one_rank_skips_on_all(
 
 
 def overflowing(folder: str, distributed: str, rank: int) -> dict[str, Any]:
-    return train(f"{folder}/run", distributed, precision="fp16", steps=4, extra=[Overflows(rank, update=2)])
+    return train(f"{folder}/run", distributed, precision="fp16", steps=4, extra=[Overflows(rank, update=2)], keeps=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -95,6 +98,59 @@ def test_gradient_that_overflows_in_the_part_of_one_rank_moves_the_scale_of_all(
     assert first["outcomes"] == second["outcomes"]
     assert [reason for _, reason, _ in first["outcomes"]] == [None, None, "non_finite", None, None]
     assert first["outcomes"][2][2] == first["outcomes"][1][2] / 2
+
+
+class Logs(Callback):
+    """Logs the loss of each micro-batch once more, and asks for a stop in the last validation."""
+
+    def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.log("again", outputs["loss"])
+        trainer.log("count", 1.0)
+
+    def on_validation_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.distribution.rank == 1:
+            trainer.stop("the machine is wanted back", exit_code=143)
+
+
+class Keeps:
+    """A logger that keeps the steps of its records, and how it ended."""
+
+    def __init__(self) -> None:
+        self.heard = list[Any]()
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        self.heard.append(step)
+
+    def finalize(self, status: str) -> None:
+        self.heard.append(status)
+
+
+def logged(folder: str, distributed: str) -> Any:
+    keeps, codes = Keeps(), list[Any]()
+    seen = Seen()
+    trainer = Trainer(
+        "cpu", max_epochs=1, batch_size=3, log_every=8, run_dir=f"{folder}/run", seed=7, distributed=distributed,
+        callbacks=[seen, Logs()], loggers=[keeps],
+    )  # fmt: skip
+    try:
+        trainer.fit(Policy(), Samples(), Samples())
+    except SystemExit as end:
+        codes.append(end.code)
+    return [r for r in seen.records if "again" in r], keeps.heard, (trainer.status, *codes)
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_what_is_logged_of_padding_counts_for_nothing_and_rank_0_alone_tells_loggers(
+    tmp_path: Path, distributed: str
+) -> None:
+    (records, heard, end), (other_records, unheard, other_end) = run(logged, str(tmp_path), distributed)
+    assert [record["step"] for record in records] == [8]  # 44 samples: rank 1 pads the last window
+    for record in (*records, *other_records):
+        assert record["again"] == pytest.approx(record["train/loss"], rel=1e-6)
+        assert record["count"] == 1.0
+    assert heard == [8, 8, "success"]
+    assert unheard == []
+    assert end == other_end == ("stopped", 143)
 
 
 def rated(folder: str, settings: dict[str, Any]) -> list[float]:

@@ -1,0 +1,62 @@
+"""Ranks that would each make another run are refused, with what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..strategies.distributed import AT_THE_START, DistributionStrategy
+from ..strategies.errors import DistributedError
+from .data import TrainingData
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def asked(trainer: Trainer, settings: Settings) -> dict[str, Any]:
+    """The settings of a run that have to be the same on every rank, by name; the number of data workers need not."""
+    strategy = trainer.distribution
+    options = {k: v for k, v in vars(strategy).items() if not k.startswith("_") and "rank" not in k}
+    return {
+        **{name: value for name, value in asdict(settings).items() if name != "workers"},
+        "device": trainer.device.device.type,
+        "precision": trainer.precision.name,
+        "grad_scaler": getattr(trainer.precision, "settings", None),
+        "distributed": strategy.name,
+        **{f"distributed.{name}": value for name, value in options.items()},
+    }
+
+
+def check_settings(ranks: DistributionStrategy, settings: Mapping[str, Any]) -> None:
+    """Compare settings by name.
+
+    Raises:
+        DistributedError: Those of a rank differ from those of rank 0.
+    """
+    first, *others = ranks.gather({name: repr(value) for name, value in settings.items()}, AT_THE_START)
+    for rank, found in enumerate(others, 1):
+        differing = [name for name in {**first, **found} if found.get(name) != first.get(name)]
+        if differing:
+            shown = "; ".join(f"{name} is {found.get(name)}, and {first.get(name)} on rank 0" for name in differing)
+            raise DistributedError(
+                f"Rank {rank} was started with other settings than rank 0: {shown}.\nStart all with the same run file "
+                "and options; ${env:...} in a file is what each machine has."
+            )
+
+
+def check_data(ranks: DistributionStrategy, data: TrainingData) -> None:
+    """Compare how much data there is.
+
+    Raises:
+        DistributedError: A rank has more or less than rank 0, so that they would wait for each other.
+    """
+    sizes = ranks.gather((data.batches_per_epoch, data.samples_per_epoch), AT_THE_START)
+    other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
+    if other is not None:
+        index, what = (0, "batches") if sizes[other][0] != sizes[0][0] else (1, "samples")
+        raise DistributedError(
+            f"Rank {other} has {sizes[other][index]} {what} an epoch, and rank 0 has {sizes[0][index]}.\n"
+            "Give all ranks the same data: each takes its own part of it."
+        )
