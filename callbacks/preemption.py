@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,14 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 
+#: Of several processes the same signal may come twice: SLURM sends it to all of a step, and torchrun passes its own on.
+_ECHO_S = 2.0
+
+
 class Preemption(Callback):
     """At SIGTERM or SIGUSR1 finish the update, save, and end the process with exit code 143; at a second one, at once.
+
+    Of several processes only a second one that comes more than two seconds later is one.
 
     The handlers that were there come back after the run. A run outside the main thread cannot have handlers, and says
     so in an event.
@@ -32,6 +39,7 @@ class Preemption(Callback):
     def __init__(self, *, interrupt: bool = False, requeue: bool = False) -> None:
         self.interrupt, self.requeue = interrupt, requeue
         self._received: signal.Signals | None = None
+        self._received_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._trainer: Trainer | None = None
 
@@ -48,13 +56,16 @@ class Preemption(Callback):
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        code = 130 if number == signal.SIGINT else 143
-        if self._received is not None or self._trainer is None:
-            os._exit(code)
-        self._received = signal.Signals(number)
-        if self._trainer.is_main:  # past sys.stderr, which may be in the middle of a line of its own
-            os.write(2, f"{self._received.name} was received: the run is saved and ends after this update\n".encode())
-        self._trainer.stop(f"{self._received.name} was received", exit_code=code)
+        code, now, trainer = 130 if number == signal.SIGINT else 143, time.monotonic(), self._trainer
+        if trainer is None or self._received is not None:
+            if trainer is None or trainer.distribution.world_size == 1 or now - self._received_at > _ECHO_S:
+                os._exit(code)
+            return
+        self._received, self._received_at = signal.Signals(number), now
+        said = f"{self._received.name} was received"
+        if trainer.is_main:  # past sys.stderr, which may be in the middle of a line of its own
+            os.write(2, f"{said}: the run is saved and ends after the update under way\n".encode())
+        trainer.stop(said, exit_code=code)
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save, unless another callback has; then ask for the queue. A signal to one rank is one to all."""

@@ -90,6 +90,11 @@ class DistributionStrategy(ABC):
         Every rank has the weights and buffers of rank 0 afterwards.
         """
 
+    @property
+    def layout(self) -> str:
+        """How the wrapped policy lies on the ranks, in words; nothing where each has all of it."""
+        return ""
+
     def ready(self, policy: nn.Module) -> None:
         """The wrapped policy is as it trains, with its weights, and hooks are about to see it; does not talk."""
 

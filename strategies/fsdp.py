@@ -190,6 +190,14 @@ class FSDP(ManyProcesses):
         return policy
 
     @property
+    def layout(self) -> str:
+        """Ranks that share the weights, copies of these, and the units."""
+        replicate, shard = self._mesh_shape(self.world_size)
+        copies = f" in each of {replicate} copies" if replicate > 1 else ""
+        units = ", ".join(f"{name} ({count})" for name, count in self._sharded.units.items())
+        return f"weights over {shard} rank{'' if shard == 1 else 's'}{copies}, gathered unit by unit: {units}, the rest"
+
+    @property
     def _sharded(self) -> ShardedPolicy:
         assert self._policy is not None  # since wrap
         return self._policy

@@ -9,6 +9,7 @@ Source: torch.distributed.fsdp, and ``FSDPState._lazy_init`` of torch 2.11 and 2
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -48,6 +49,8 @@ class ShardedPolicy:
     ) -> None:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+        #: How many there are of each class.
+        self.units = Counter(type(unit).__name__ for unit in units)
         self._policy: Any = policy
         self._units: list[Any] = [*units, policy]
         self._reshards = reshards

@@ -122,7 +122,8 @@ def _suggestion(policy: nn.Module) -> str:
 
 
 def _candidates(policy: nn.Module) -> list[tuple[str, int]]:
-    """The classes that could be units and how often they occur, the most frequent first."""
+    """The classes that could be units and how often they occur, the most frequent first, mere containers last."""
     lists = (nn.ModuleList, nn.ModuleDict)
     modules = [m for m in policy.modules() if m is not policy and not isinstance(m, lists) and any(m.children())]
-    return Counter(type(m).__name__ for m in modules if any(True for _ in m.parameters())).most_common(5)
+    counts = Counter(type(m).__name__ for m in modules if any(True for _ in m.parameters())).most_common()
+    return sorted(counts, key=lambda found: found[0] == "Sequential")[:5]

@@ -119,7 +119,7 @@ def place_in_data(run: Run, saved: CheckpointState, found: Mapping[str, list[str
     data.load_state(state)
     if now["batch_size"] and (had := unit_before * before.get("accumulate", accumulate)) != (has := unit * accumulate):
         keeps, rest = divmod(had, accumulate * run.distribution.world_size)
-        advice = "" if rest else f", as batch_size={keeps} would keep it"
+        advice = "" if rest else f" (batch_size={keeps} keeps it at {had})"
         report.changed.append(f"an update had {had} samples and has {has} now{advice}")
 
 

@@ -251,7 +251,7 @@ def test_optimizer_without_a_fused_form_for_shards_goes_on_from_ddp_and_back(tmp
 def test_run_that_goes_on_with_more_ranks_says_what_an_update_has_now(tmp_path: Path) -> None:
     train(f"{tmp_path}/run", "none", steps=3, batch_size=4)
     plan = run(job, str(tmp_path), "ddp", {"steps": 4, "batch_size": 4, "resume": "last"})[0]["plan"]
-    assert "an update had 4 samples and has 8 now, as batch_size=2 would keep it" in plan
+    assert "an update had 4 samples and has 8 now (batch_size=2 keeps it at 4)" in plan
     with pytest.raises(ConfigError, match=r"batch_size was 8 \(4 on each of 2 ranks\) and is now 2\."):
         train(f"{tmp_path}/run", "none", steps=5, batch_size=2, resume="last")
 
