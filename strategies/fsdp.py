@@ -138,7 +138,7 @@ class FSDP(ManyProcesses):
         super()._join(device, f"cpu:gloo,{kind}:{backend}" if self.cpu_offload else backend)
         self._sums = torch.float64 if device.has_float64 else torch.float32  # squares overflow in the second alone
         if self.saves_shards:
-            self._aside = self._membership.meeting()
+            self._aside = self._membership.new_meeting()
         from torch.distributed.device_mesh import DeviceMesh
 
         from .rows import Rows
@@ -149,7 +149,7 @@ class FSDP(ManyProcesses):
             self._mesh = DeviceMesh.from_group(self._shard_group, kind, mesh_dim_names=("shard",))
         else:
             ranks = torch.arange(self.world_size).view(replicate, shard)
-            groups = [self._membership.own_of(ranks.T.tolist()), self._membership.own_of(ranks.tolist())]
+            groups = [self._membership.new_subgroup(ranks.T.tolist()), self._membership.new_subgroup(ranks.tolist())]
             self._replica_group, self._shard_group = groups
             self._mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
         self._rows = Rows(self._shard_group, self.rank, self._device)

@@ -97,7 +97,7 @@ class ManyProcesses(DistributionStrategy):
         self._membership.join(device.device, backend)
         self.rank, self.local_rank = self._membership.rank, self._membership.local_rank
         self.world_size = self._membership.world_size
-        self._meeting = self._membership.meeting()
+        self._meeting = self._membership.new_meeting()
         self._roll_call = RollCall(self._membership.store, self.rank, self.world_size)
 
     def teardown(self) -> None:
@@ -263,7 +263,7 @@ class ManyProcesses(DistributionStrategy):
         self._aborts = True
         try:
             if self._roll_call is not None:
-                self._roll_call.leave()
+                self._roll_call.withdraw()
                 self._roll_call.leave_words(str(RankFailed.of(self.rank, in_words(error))))
         except RuntimeError:  # the store is gone: nobody could read it
             return

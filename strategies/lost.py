@@ -30,7 +30,7 @@ def reason(error: BaseException, roll_call: RollCall, timeout_s: float, strategy
     cause = f"{type(error).__name__}: {first_line(error)}"
     patience = min(roll_call.patience_s, timeout_s)
     try:
-        roll_call.leave()
+        roll_call.withdraw()
         words, gone, elsewhere = roll_call.call(patience)
         if words is None and gone:
             answers = "answers" if len(gone) == 1 else "answer"

@@ -112,7 +112,7 @@ class Membership:
                 f"Use device='{device.type}', by which each rank takes the device of its local rank."
             )
 
-    def meeting(self) -> distributed.ProcessGroup:
+    def new_meeting(self) -> distributed.ProcessGroup:
         """Another group of all ranks, for Python values, in which a rank may keep the others waiting for long.
 
         Raises:
@@ -131,7 +131,7 @@ class Membership:
         distributed.distributed_c10d._set_pg_timeout(self._meeting_limit, group)
         return group
 
-    def own_of(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
+    def new_subgroup(self, ranks: list[list[int]]) -> distributed.ProcessGroup:
         """This rank's own of the groups, with our time limit, which a mesh of torch's making would not have."""
         own, _ = distributed.new_subgroups_by_enumeration(ranks, timeout=self._limit)  # type: ignore[no-untyped-call]
         assert isinstance(own, distributed.ProcessGroup)
@@ -152,6 +152,7 @@ class Membership:
                     group.abort()
             distributed.destroy_process_group()
         elif not aborts:  # else a wait may be under way in it, which would be waited for
+            # Subgroups of a caller's process group stay: in them lies a policy that is sharded.
             for group in self._meetings:
                 distributed.destroy_process_group(group)
         self._groups, self._meetings = [], []

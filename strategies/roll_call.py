@@ -94,7 +94,7 @@ class RollCall:
                 raise distributed.DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
         """This rank has failed: what it has noted so far is told, and from now on nothing."""
         self._is_leaving = True
         self._stirred.set()

@@ -57,6 +57,7 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
         run.validated_step = saved.callbacks.get("validated_step")
         run.validated = tuple(saved.callbacks.get("validated", ()))
         run.logged_step = saved.callbacks.get("logged_step", counters.step)
+        run.ended_step = saved.callbacks.get("ended_step")
         outcome, lr = saved.callbacks.get("outcome"), saved.callbacks.get("lr", run.updater.lr)
         run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))
     run.resumed = True

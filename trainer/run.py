@@ -68,6 +68,8 @@ class Run:
     resumed: bool = False
     resumed_step: int = 0
     logged_step: int = 0
+    #: The step of a record at the end of a run, with which no mean begins anew.
+    ended_step: int | None = None
     #: Whether the run's folder is made and its callbacks have begun, so that a checkpoint has a place and a meaning.
     is_open: bool = False
     #: The epoch that is told while ``on_train_epoch_end`` runs, when the counters are already in the next.
@@ -263,7 +265,9 @@ class Run:
         record["steps_per_s"], batches_per_s = self._pace.read()
         if self.data.batch_size is not None:
             record["samples_per_s"] = batches_per_s * self.data.batch_size * self.distribution.world_size
-        if not ends:
+        if ends:
+            self.ended_step = counters.step
+        else:
             self.logged_step = counters.step
         self.trainer.emit(record)
 
@@ -316,14 +320,14 @@ class Run:
 
     def endings(self) -> tuple[Callable[[], None], ...]:
         """What leaves optimizers, policy, loader processes and the other ranks as they are to be left."""
-        steps = (self.saver.wait, self.updater.release, self.policy.zero_grad, self.adapter.detach, self.data.close)
+        steps = (self.saver.wait, self.updater.let_go, self.policy.zero_grad, self.adapter.detach, self.data.close)
         return (*steps, self.distribution.teardown, self.lock.close)
 
     def finish(self) -> None:
         """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""
         self.place.meeting = True
         self.updater.settle()
-        if self.counters.step != self.logged_step:
+        if self.counters.step not in (self.logged_step, self.ended_step):
             self._log(ends=True)
         if self.stop_reason is None:
             self._validate_once()

@@ -63,6 +63,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "validated_step": run.validated_step,
         "validated": list(run.validated),
         "logged_step": run.logged_step,
+        "ended_step": run.ended_step,
         "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
         "lr": float(run.updater.lr),
         "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),

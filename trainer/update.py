@@ -346,7 +346,7 @@ class Updater:
             micro_batches=micro_batches,
         )
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         """Leave the optimizers as they came; after the last update."""
         for optimizer in self.optimizers:
             vars(optimizer).pop("found_inf", None)

@@ -43,9 +43,9 @@ def test_what_a_rank_has_noted_is_told_to_one_that_asks_and_nothing_once_all_hav
     assert failed.ask(30, 1000.0) == [7, "float32"]
     with pytest.raises(DistError, match=r"no rank told within 0\.1 s"):
         failed.ask(31, 0.1)
-    failed.leave()
+    failed.withdraw()
     rank.note(31, ())
-    rank.leave()
+    rank.withdraw()
     assert failed.ask(31, 1000.0) == []  # noted before it left
     assert failed.ask(40, 1000.0) is None
     rank.end()

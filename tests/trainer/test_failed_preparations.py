@@ -138,7 +138,7 @@ def interrupted(distributed: str, method: str) -> tuple[str, bool]:
 
     strategy: Any = FSDP(timeout=3.0) if distributed == "fsdp" else DDP(timeout=3.0)
     if os.environ["RANK"] == "1":
-        setattr(strategy._membership if method == "meeting" else strategy, method, interrupt)
+        setattr(strategy._membership if method == "new_meeting" else strategy, method, interrupt)
     try:
         Trainer("cpu", max_steps=3, distributed=strategy).fit(Policy(), Samples(), optimizer=broken_on_rank_1)
     except BaseException as error:
@@ -146,7 +146,7 @@ def interrupted(distributed: str, method: str) -> tuple[str, bool]:
     return "", True
 
 
-@pytest.mark.parametrize(("distributed", "method"), [("ddp", "excuse"), ("fsdp", "meeting")])
+@pytest.mark.parametrize(("distributed", "method"), [("ddp", "excuse"), ("fsdp", "new_meeting")])
 def test_interrupt_before_the_first_batch_leaves_the_others(distributed: str, method: str) -> None:
     (others, they_are_in), own = run(interrupted, distributed, method, limit_s=40.0)
     assert own == ("KeyboardInterrupt", False)
