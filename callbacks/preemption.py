@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 
-#: Of several processes the same signal may come twice: SLURM sends it to all of a step, and torchrun passes its own on.
 _ECHO_S = 2.0
 
 
 class Preemption(Callback):
     """At SIGTERM or SIGUSR1 finish the update, save, and end the process with exit code 143; at a second one, at once.
 
-    Of several processes only a second one that comes more than two seconds later is one.
+    With several processes a repeat within two seconds counts as the same signal, since SLURM and torchrun both send it.
 
     The handlers that were there come back after the run. A run outside the main thread cannot have handlers, and says
     so in an event.
@@ -39,7 +39,7 @@ class Preemption(Callback):
     def __init__(self, *, interrupt: bool = False, requeue: bool = False) -> None:
         self.interrupt, self.requeue = interrupt, requeue
         self._received: signal.Signals | None = None
-        self._received_at = 0.0
+        self._received_at, self._process = 0.0, 0
         self._before: dict[signal.Signals, Any] = {}
         self._trainer: Trainer | None = None
 
@@ -51,21 +51,27 @@ class Preemption(Callback):
             message = "signals are not handled: this run is not in the main thread"
             trainer.event("warning", source="Preemption", message=message)
             return
-        self._received, self._trainer = None, trainer
+        self._received, self._trainer, self._process = None, trainer, os.getpid()
         for number in (signal.SIGTERM, signal.SIGUSR1, *([signal.SIGINT] if self.interrupt else [])):
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         code, now, trainer = 130 if number == signal.SIGINT else 143, time.monotonic(), self._trainer
-        if trainer is None or self._received is not None:
-            if trainer is None or trainer.distribution.world_size == 1 or now - self._received_at > _ECHO_S:
+        if trainer is None:
+            os._exit(code)
+        if self._received is not None:
+            if trainer.distribution.world_size == 1 or now - self._received_at > _ECHO_S:
                 os._exit(code)
             return
         self._received, self._received_at = signal.Signals(number), now
+        if os.getpid() != self._process:  # a data worker, forked with this handler, which the run needs to its end
+            return
         said = f"{self._received.name} was received"
-        if trainer.is_main:  # past sys.stderr, which may be in the middle of a line of its own
-            os.write(2, f"{said}: the run is saved and ends after the update under way\n".encode())
         trainer.stop(said, exit_code=code)
+        if trainer.is_main:
+            # Past sys.stderr, which may be in the middle of a line of its own; nobody may be there to read it.
+            with suppress(OSError):
+                os.write(2, f"{said}: the run is saved and ends after the update under way\n".encode())
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save, unless another callback has; then ask for the queue. A signal to one rank is one to all."""

@@ -74,7 +74,9 @@ class Progress(Callback):
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
         """A line, or new numbers beside the bar."""
         kind = record.get("event")
-        if kind == "note" or record.get("reason") == "failed" or not trainer.is_main:  # told as the error that it is
+        if kind == "note" or not trainer.is_main:
+            return
+        if kind == "skip" and record["reason"] == "failed":  # which the error tells
             return
         if self._started is None:
             if kind is not None:

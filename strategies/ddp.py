@@ -46,6 +46,11 @@ class DDP(ManyProcesses):
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """With how unused parameters are met."""
+        return {**super().options, "find_unused_parameters": self.find_unused_parameters}
+
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
 

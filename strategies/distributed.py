@@ -58,6 +58,11 @@ class DistributionStrategy(ABC):
         """Whether this process writes and prints."""
         return self.rank == 0
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it was made with, by the names of its arguments: plain values, the same on every rank."""
+        return {}
+
     # A run ---------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -5,6 +5,8 @@
     ├── DeviceUnavailableError   Runtime  the device asked for is not here (exit code 2)
     ├── PrecisionError           Runtime  the precision asked for would not be what runs (exit code 2)
     ├── DistributedError         Runtime  the processes asked for cannot work together (exit code 2)
+    │   ├── RankFailed                    ... one of them failed, and all ended (exit code 1)
+    │   └── RanksLost                     ... some of them do not answer any more (exit code 1)
     ├── CheckpointError          Runtime  a checkpoint cannot be written, or is not what it says
     ├── CallbackError            Runtime  a callback is not one, or cannot work here (exit code 2)
     └── TrainingDiverged         Runtime  the updates stopped landing

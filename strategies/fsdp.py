@@ -91,7 +91,19 @@ class FSDP(ManyProcesses):
         self.shard, self.replicate, self.units = shard, replicate, tuple(wrap)
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.reduce_dtype = reduce_dtype
-        self._policy: ShardedPolicy | None = None
+        self._held: ShardedPolicy | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """With all of its own."""
+        own = ("shard", "replicate", "reshard_after_forward", "cpu_offload", "reduce_dtype")
+        checkpoint = "shards" if self.saves_shards else "whole"
+        return {
+            **super().options,
+            **{name: getattr(self, name) for name in own},
+            "wrap": self.units,
+            "checkpoint": checkpoint,
+        }
 
     def check(self, facts: MachineFacts) -> None:
         """Refuse also a torch that is too old, and a mesh that is not made of the launched ranks."""
@@ -159,7 +171,7 @@ class FSDP(ManyProcesses):
         try:
             self.release()
         finally:
-            self._policy = None
+            self._held = None
             super().teardown()
 
     def _wrap(self, policy: nn.Module) -> nn.Module:
@@ -174,7 +186,7 @@ class FSDP(ManyProcesses):
         check_shardable(policy, units)
         self._take_from_rank_0((*policy.parameters(), *policy.buffers()))
         assert self._roll_call is not None
-        self._policy = ShardedPolicy(
+        self._held = ShardedPolicy(
             policy,
             units,
             reshards=self.reshard_after_forward,
@@ -199,8 +211,8 @@ class FSDP(ManyProcesses):
 
     @property
     def _sharded(self) -> ShardedPolicy:
-        assert self._policy is not None  # since wrap
-        return self._policy
+        assert self._held is not None  # since wrap
+        return self._held
 
     def ready(self, policy: nn.Module) -> None:
         """Its units too, with the types that its weights have now."""
@@ -209,7 +221,7 @@ class FSDP(ManyProcesses):
 
     @contextmanager
     def micro_batch(self, module: nn.Module, *, closes: bool) -> Iterator[None]:
-        """Gradients stay whole on their rank until the backward that closes the window reduces their sum to shards."""
+        """As ``ShardedPolicy.micro_batch``; what the run says next is marked."""
         with self._sharded.micro_batch(closes=closes):
             yield
         self._mark(self.timeout)
@@ -233,12 +245,12 @@ class FSDP(ManyProcesses):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def take_fingerprint(self) -> float:
-        """Of the order of gathers and reductions, and of the parameters that had zeros for a gradient."""
+        """As ``ShardedPolicy.take_fingerprint``."""
         return self._sharded.take_fingerprint()
 
     @property
     def left_out(self) -> list[str]:
-        """Those of units that took part; the backward of a unit without any gradient reduces nothing."""
+        """As ``ShardedPolicy.left_out``."""
         return self._sharded.left_out
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
@@ -247,21 +259,21 @@ class FSDP(ManyProcesses):
 
     def silence(self) -> AbstractContextManager[Any]:
         """No unit can be gathered in it."""
-        return nullcontext() if self._policy is None else self._policy.collectives.silence()
+        return nullcontext() if self._held is None else self._held.collectives.silence()
 
     def release(self) -> None:
         """The policy's parameters are shards again, and have no zeros for gradients that this rank has not."""
-        if self._policy is not None:
-            self._policy.release()
+        if self._held is not None:
+            self._held.release()
 
     def fail(self) -> None:
         """From now on it asks the others which gathers and reductions they make, and makes these."""
-        if self._policy is not None:
-            self._policy.collectives.fail()
+        if self._held is not None:
+            self._held.collectives.fail()
 
     def _mark(self, patience_s: float) -> None:
-        if self._policy is not None:
-            self._policy.collectives.mark(patience_s)
+        if self._held is not None:
+            self._held.collectives.mark(patience_s)
 
     # Parts and wholes ----------------------------------------------------------------------------------------
 
@@ -310,4 +322,4 @@ class FSDP(ManyProcesses):
             yield
         finally:
             for unit in units:
-                self._sharded.let_go(unit)
+                self._sharded.reshard(unit)

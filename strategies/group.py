@@ -66,6 +66,11 @@ class ManyProcesses(DistributionStrategy):
         self._aborts = False  # whether groups are left without waiting for what is under way in them
         self._buffers: Buffers | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The time limits, for the strategies to add theirs."""
+        return {"timeout": self.timeout, "meeting_timeout": self.meeting_timeout}
+
     def check(self, facts: MachineFacts) -> None:
         """Refuse one process, ranks that cannot find each other, and an environment that would change the run."""
         check_environment(facts)

@@ -81,8 +81,8 @@ def check_alone(facts: MachineFacts) -> None:
     tasks = next((name for name in TASKS if (facts.variable(name) or "1") not in ("0", "1")), None)
     if tasks is not None:
         raise DistributedError(
-            f"{facts.variable(tasks)} tasks were started ({tasks}), but WORLD_SIZE is not set, so each would train a "
-            "policy of its own.\n"
+            f"{facts.variable(tasks)} tasks were started ({tasks}), but WORLD_SIZE is "
+            f"{facts.variable('WORLD_SIZE') or 'not set'}, so that each would train a policy of its own.\n"
             f"Start one task a machine, with torchrun in it: {COMMAND}; or use distributed='none' if that is meant."
         )
 

@@ -70,7 +70,7 @@ class Membership:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not in every build of torch
         from torch.distributed.rendezvous import rendezvous
 
-        atexit.unregister(_settle)
+        atexit.unregister(_settle)  # once a process, and last registered, so that it is called first
         atexit.register(_settle)
         self._owns_group = not distributed.is_initialized()
         self._owns_state = not PartialState._shared_state

@@ -105,10 +105,10 @@ class ShardedPolicy:
         """Have only shards, and no zeros for gradients that this rank has not."""
         if self.collectives.take_strays():
             for unit in self._units:
-                self.let_go(unit)
+                self.reshard(unit)
         self._left_out.take_back()
 
-    def let_go(self, unit: Any) -> None:
+    def reshard(self, unit: Any) -> None:
         """Free the gathered weights of a unit."""
         unit.set_reshard_after_forward(True, recurse=False)  # else it stays, where a forward was broken off
         unit.reshard()

@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def asked(trainer: Trainer, settings: Settings) -> dict[str, Any]:
+def settings_to_compare(trainer: Trainer, settings: Settings) -> dict[str, Any]:
     """The settings of a run that have to be the same on every rank, by name; the number of data workers need not."""
     strategy = trainer.distribution
-    options = {k: v for k, v in vars(strategy).items() if not k.startswith("_") and "rank" not in k}
     return {
         **{name: value for name, value in asdict(settings).items() if name != "workers"},
         "device": trainer.device.device.type,
         "precision": trainer.precision.name,
         "grad_scaler": getattr(trainer.precision, "settings", None),
         "distributed": strategy.name,
-        **{f"distributed.{name}": value for name, value in options.items()},
+        **{f"distributed.{name}": value for name, value in strategy.options.items()},
     }
 
 
@@ -58,5 +57,6 @@ def check_data(ranks: DistributionStrategy, data: TrainingData) -> None:
         index, what = (0, "batches") if sizes[other][0] != sizes[0][0] else (1, "samples")
         raise DistributedError(
             f"Rank {other} has {sizes[other][index]} {what} an epoch, and rank 0 has {sizes[0][index]}.\n"
-            "Give all ranks the same data: each takes its own part of it."
+            "Give all ranks the same data, of which each takes its own part; data with shards_by_rank has to be as "
+            "long on every rank."
         )

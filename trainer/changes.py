@@ -1,4 +1,4 @@
-"""What is done in a resumed run about what is otherwise in it: see ``differences.py``."""
+"""How a resumed run takes on the differences that ``differences.py`` finds."""
 
 from __future__ import annotations
 

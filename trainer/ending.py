@@ -46,7 +46,8 @@ def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseExcep
     """
     raised = [] if error is None else _each(run.trainer, "on_exception", run.policy, error)
     closing = [*run.endings(), *_each(run.trainer, "teardown", run.policy, "fit"), aside.close]
-    status, told = "success" if error is None else "failed", loggers if run.distribution.is_main else ()
+    status = "success" if error is None else "failed"
+    told = loggers if run.distribution.is_main else ()
     run_all((*raised, *closing, *(partial(logger.finalize, status) for logger in told)), error)
 
 

@@ -18,7 +18,7 @@ def scalar(name: str, value: Any) -> Tensor | float:
     """A reported value as a float, or as a detached tensor that nobody changes later and that keeps no other alive.
 
     Raises:
-        ConfigError: It is neither a number nor a scalar tensor, or of all ranks' shards, which nobody has put together.
+        ConfigError: It is neither a number nor a scalar tensor, or is a DTensor, of which each rank has a part.
     """
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):

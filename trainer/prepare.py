@@ -19,7 +19,7 @@ from ..strategies.formats import tf32_support
 from ..strategies.mailbox import Mailbox, SharedMailbox
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .agreement import MAILBOX_SIZE
-from .alike import asked, check_settings
+from .alike import check_settings, settings_to_compare
 from .counters import Counters
 from .describe import class_of
 from .fused import prepare_optimizer
@@ -62,7 +62,7 @@ def prepare(
         The run, and the number of CPU threads it is to have (``None``: torch's choice).
     """
     device, distribution, plan = trainer.device, trainer.distribution, trainer.plan
-    check_settings(distribution, asked(trainer, settings))
+    check_settings(distribution, settings_to_compare(trainer, settings))
     seed = settings.seed if origin is None else origin.seed(settings.seed)
     adapter = _checked(policy, trainer.precision)
     if seed is None:
@@ -211,9 +211,13 @@ def _put_in_train_mode(policy: nn.Module) -> list[str]:
     if not policy.training:  # as load() and many pretrained policies come
         policy.train()
         notes.append(f"{type(policy).__name__} came in eval mode and was put in train mode")
-    for module in policy.modules():
-        if module.training and type(module).train is not nn.Module.train:
-            module.train()
+    else:
+        chosen = [module for module in policy.modules() if not module.training]
+        for module in policy.modules():
+            if module.training and type(module).train is not nn.Module.train:
+                module.train()
+        for module in chosen:
+            module.eval()
     resting = [name for name, module in policy.named_modules() if not module.training]
     topmost = [name for name in resting if name.rpartition(".")[0] not in resting]
     if topmost:

@@ -135,6 +135,7 @@ class Run:
         if self.updater.agreement.is_ending:  # by all: every rank has settled every update
             self._take_agreement()
             return
+        self._pace.pause()
         for schedule in self.schedules:
             if schedule.interval == "epoch":
                 if schedule.monitor is not None:
@@ -152,6 +153,7 @@ class Run:
         counters.batch_in_epoch = 0
         self.callbacks.call("on_train_epoch_end", self.trainer, self.policy)
         self.ended_epoch = None
+        self._pace.go_on()
 
     def _bring_up_to_date(self, metric: str) -> None:
         """Validate, and if that does not give the metric, log what was collected since the last record."""
@@ -190,6 +192,8 @@ class Run:
         if step == self.updater.aimed_step:
             if _hits(step, self.settings.log_every):
                 self._log()
+            elif self.done:  # before what is saved here
+                self._log(ends=True)
             self._pace.pause()
             if self._validates_at(step):
                 self._validate_once()
@@ -299,8 +303,7 @@ class Run:
     def _take_agreement(self) -> None:
         """End for what ranks have agreed on; one that has failed comes here with its error instead."""
         reasons = self.distribution.gather(self.asked_to_stop, "the end of the run")
-        asked = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason is not None]
-        self.stop_reason = self.stop_reason or next(iter(asked))
+        self.stop_reason = self.stop_reason or _first(reasons)
         self.exit_code = self.updater.agreement.exit_code
 
     def end_failed(self) -> None:
@@ -332,9 +335,15 @@ class Run:
         if self.stop_reason is None:
             self._validate_once()
         asked = self.distribution.gather((self.asked_to_stop, self.updater.agreement.asks), "the end of training")
-        late = [(reason, code) for reason, code in asked if reason is not None]
-        if late and self.stop_reason is None:  # in the last validation, or with no update left to agree at
-            self.stop_reason, self.exit_code = late[0][0], max(code for _, code in late)
+        if self.stop_reason is None:  # else in the last validation, with no update left to agree at
+            self.stop_reason = _first([reason for reason, _ in asked])
+            self.exit_code = max(self.exit_code, *(code for _, code in asked))
+
+
+def _first(reasons: list[str | None]) -> str | None:
+    """The first rank's that asked for a stop, with its number."""
+    asked = (f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason is not None)
+    return next(asked, None)
 
 
 def _hits(step: int, every: int | None) -> bool:

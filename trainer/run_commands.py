@@ -46,7 +46,8 @@ class RunCommands(RunView):
         if self._collect is not None:
             self._collect(name, value)
         else:
-            self._active.means.add(name, value, self._active.weight)
+            run = self._active
+            run.means.add(name, value, 1.0 if run.updater.settling else run.weight)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Report that something happened, at once: every ``on_log`` gets it, ``metrics.jsonl`` among them."""

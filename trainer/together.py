@@ -1,4 +1,4 @@
-"""What the ranks of a run do before one another: one acts for all, and states are put together and shared out."""
+"""What one rank does for all, what all try together, and how they are told of an error."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from toys import InMemory, batches, mlp
 
 from policyfit import Callback, Checkpoint, Preemption, Trainer
+from policyfit.strategies.distributed import SingleProcess
 
 
 class Sends(Callback):
@@ -46,6 +49,47 @@ def test_signal_ends_the_run_after_the_update_under_way_saved_with_exit_code_143
     assert [path.name for path in trainer.checkpoints()] == ["000004"]
     assert signal.getsignal(number) is before
     assert f"{signal.Signals(number).name} was received: the run is saved and ends" in capfd.readouterr().err
+
+
+class TwoRanks(SingleProcess):
+    world_size = 2
+
+
+def test_of_several_processes_a_repeat_within_two_seconds_is_the_same_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, stops = [100.0], list[Any]()
+    trainer: Any = SimpleNamespace(
+        distribution=TwoRanks(), is_main=False, stop=lambda reason, exit_code: stops.append((reason, exit_code))
+    )
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "_exit", stops.append)
+    before, preemption = signal.getsignal(signal.SIGTERM), Preemption()
+    preemption.setup(trainer, mlp(), "fit")
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] += 1.5
+    assert stops == [("SIGTERM was received", 143)]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stops == [("SIGTERM was received", 143), 143]
+    preemption.teardown(trainer, mlp(), "fit")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signal_whose_words_nobody_reads_any_more_ends_the_run_saved_all_the_same(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    child = os.fork()
+    if child == 0:
+        os.dup2(writes, 2)
+        try:
+            trainer_with(tmp_path / "run", Sends(signal.SIGTERM, at=6)).fit(mlp(), InMemory(batches(40)))
+        except SystemExit as end:
+            os._exit(int(str(end.code)))
+        finally:
+            os._exit(99)
+    os.close(writes)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 143
+    assert (tmp_path / "run/checkpoints/000004").is_dir()
 
 
 def test_saves_itself_when_no_callback_does(tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ def test_distribution_follows_request_and_launcher(
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_one_of_several_tasks_that_do_not_find_each_other_is_refused_unless_it_is_to_be_alone(variable: str) -> None:
     facts = MachineFacts(environment=((variable, "4"),))
-    with pytest.raises(DistributedError, match=rf"^4 tasks were started \({variable}\), but WORLD_SIZE is not set, so"):
+    with pytest.raises(
+        DistributedError, match=rf"^4 tasks were started \({variable}\), but WORLD_SIZE is not set, so that"
+    ):
         resolve_distribution("auto", facts)
     assert resolve_distribution("none", facts).chosen == "none"
     assert resolve_distribution("auto", MachineFacts(environment=((variable, "1"),))).chosen == "none"

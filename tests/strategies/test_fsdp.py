@@ -130,6 +130,14 @@ class Borrowed(nn.Module):
         return result
 
 
+class Contained(nn.Module):
+    """More containers than blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(3)])
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +191,7 @@ def test_units_are_those_named_or_declared_inner_ones_first(
             Toy(),
             r"FSDP\(wrap=\['Block'\]\) \(its blocks are Block \(2\), Sequential \(1\)\), or declare .* fsdp_units",
         ),
+        ((), nn.ModuleList([Contained()]), r"FSDP\(wrap=\['Contained'\]\)"),
         (("Blok",), Toy(), r"FSDP.wrap names Blok, but Toy has no .*\nIts blocks are: Block \(2\)"),
         (("Block", "layers.*"), Toy(), r"FSDP.wrap names layers\.\*, but"),
         (("layers",), nn.ModuleDict({"layers": nn.ModuleList([Block()])}), r"names a ModuleList, which has no forward"),
@@ -449,12 +458,13 @@ def sum_squares() -> list[float]:
         strategy.teardown()
 
 
-def test_norms_are_summed_in_float32_where_a_device_has_no_float64() -> None:
-    assert run(sum_squares) == [[5.0, math.inf]] * 2  # 1e40 is too much for it
+def clip_and_sum() -> list[float]:
+    clip_like_one_process()
+    return sum_squares()
 
 
-def test_gradients_are_clipped_through_their_shards_as_in_one_process() -> None:
-    run(clip_like_one_process)
+def test_gradients_are_clipped_through_their_shards_as_in_one_process_and_norms_are_summed_in_what_there_is() -> None:
+    assert run(clip_and_sum) == [[5.0, math.inf]] * 2  # 1e40 is too much for float32
 
 
 def keep_weights_gathered(reshard: bool) -> list[bool]:

@@ -45,6 +45,8 @@ def test_a_plan_is_that_of_all_ranks_and_rank_0_alone_prints_it(tmp_path: Path, 
     assert "16 samples an update: 2 micro-batches of 4 on 2 processes" in first[0].out
     found = json.loads(first[1].out)
     assert found["distribution"]["chosen"] == distributed
+    spread = "weights over 2 ranks, gathered unit by unit: Block (2), the rest"
+    assert (spread in found["distribution"]["reason"]) == (distributed == "fsdp")
     assert found["batch"]["numbers"] == {"per_rank": 4, "accumulate": 2, "ranks": 2, "global": 16}
     assert found["epoch"]["numbers"] == {"samples": 44, "micro_batches": 6, "updates": 3}
     assert found["memory"]["chosen"].endswith(" kB on each rank")
@@ -130,9 +132,8 @@ def test_what_is_measured_and_what_needs_no_other_rank_is_printed_by_rank_0(tmp_
     assert [words.split()[0] for words in metrics] == ["val/error", "val/loss"]
 
 
-@pytest.mark.parametrize("evaluate", [True, False])
-def test_a_sharded_run_is_evaluated_with_the_weights_that_it_validates_with(tmp_path: Path, evaluate: bool) -> None:
-    average = {"class_path": "policyfit.EMA", "init_args": {"decay": 0.9, "warmup": False, "evaluate": evaluate}}
+def test_a_sharded_run_is_evaluated_with_the_weights_that_it_validates_with(tmp_path: Path) -> None:
+    average = {"class_path": "policyfit.EMA", "init_args": {"decay": 0.9, "warmup": False}}
     acts = ["--eval={env: ranks.Telling, episodes: 2}", f"--trainer.callbacks={json.dumps([average])}"]
     (fit,), _ = _of_ranks(tmp_path, ["fit", "run.yaml", "--trainer.distributed=fsdp", *acts])
     assert fit.code == 0, fit.err
@@ -141,7 +142,7 @@ def test_a_sharded_run_is_evaluated_with_the_weights_that_it_validates_with(tmp_
         said = policyfit("eval", "done", f"--weights={weights}").out
         returns[weights] = re.search(r"return  mean (\S+)", said)[1]  # type: ignore[index]
     assert returns["raw"] != returns["ema"]
-    assert f"return  mean {returns['ema' if evaluate else 'raw']} " in fit.out
+    assert f"return  mean {returns['ema']} " in fit.out
 
 
 def test_a_sharded_run_goes_on_in_one_process_as_its_refusal_says(tmp_path: Path) -> None:

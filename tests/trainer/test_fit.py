@@ -230,6 +230,18 @@ def test_a_policy_that_keeps_parts_in_eval_mode_itself_is_asked() -> None:
         assert not [note for note in trainer.plan.notes if "running statistics move" in note]
 
 
+def test_parts_that_came_in_eval_mode_stay_in_it_also_under_a_train_of_ones_own() -> None:
+    class Switches(WithBackbone):
+        def train(self, mode: bool = True) -> Any:
+            return super().train(mode)
+
+    policy = Switches()
+    policy.backbone.eval()
+    fit(policy, max_steps=1)
+    assert not policy.backbone.training
+    assert policy.head.training
+
+
 def test_frozen_parts_whose_statistics_move_are_told() -> None:
     trainer = fit(WithBackbone(), max_steps=1)
     (note,) = [note for note in trainer.plan.notes if "running statistics move" in note]

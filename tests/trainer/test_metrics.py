@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toys import InMemory, batches, mlp
 
-from policyfit import ConfigError
+from policyfit import Callback, ConfigError, Trainer
 from policyfit.trainer.metrics import Means
 
 
@@ -80,6 +81,26 @@ def test_means_that_are_read_and_kept_are_read_again_with_what_is_added() -> Non
     means.add("a", 2.0)
     assert means.read() == {"a": 1.5}
     assert means.read() == {}
+
+
+class LogsOutcomes(Callback):
+    def on_update_end(self, trainer: Trainer, policy: Any, outcome: Any) -> None:
+        trainer.log("number", float(outcome.step))
+
+
+class Asks(Callback):
+    """Settles updates when it likes."""
+
+    def on_train_batch_end(self, trainer: Trainer, policy: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            assert trainer.step >= 0
+
+
+@pytest.mark.parametrize("others", [[], [Asks()]])
+def test_what_is_logged_of_an_update_counts_once_whoever_settles_it(others: list[Callback]) -> None:
+    trainer = Trainer("cpu", max_steps=6, accumulate=4, default_callbacks=False, callbacks=[LogsOutcomes(), *others])
+    trainer.fit(mlp(), InMemory(batches(24)))
+    assert trainer.metrics["number"] == 3.5
 
 
 def test_a_value_that_is_written_over_later_counts_as_it_was() -> None:

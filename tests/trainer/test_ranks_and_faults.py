@@ -140,7 +140,7 @@ class Preempts(Callback):
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         if trainer.distribution.rank == 1 and trainer.micro_batches == 7:
-            for _ in range(2):
+            for _sent in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -404,8 +404,18 @@ def sharded_twice(folder: str) -> list[str]:
     return errors
 
 
-def test_a_policy_that_is_sharded_already_is_refused(tmp_path: Path) -> None:
-    for errors in run(sharded_twice, str(tmp_path / "run")):
+def sharded_twice_and_validated(folder: str) -> tuple[list[str], float]:
+    errors = sharded_twice(folder)
+    torch.distributed.destroy_process_group()
+    return errors, validated_anew()
+
+
+def test_a_policy_that_is_sharded_already_is_refused_and_those_of_ranks_are_validated_as_that_of_rank_0(
+    tmp_path: Path,
+) -> None:
+    one = Trainer("cpu", batch_size=4).validate(Policy(), Samples())["val/loss"]
+    for errors, loss in run(sharded_twice_and_validated, str(tmp_path / "run")):
+        assert loss == pytest.approx(one, rel=1e-6)
         assert errors == ["sharded already, by fully_shard or by an earlier run in this process."] * 6
 
 
@@ -416,11 +426,6 @@ def validated_anew() -> float:
         policy.first.weight.add_(1.0)
         policy.requires_grad_(True)
     return Trainer("cpu", batch_size=4, distributed="ddp").validate(policy, Samples())["val/loss"]
-
-
-def test_policies_of_ranks_are_validated_as_that_of_rank_0() -> None:
-    one = Trainer("cpu", batch_size=4).validate(Policy(), Samples())["val/loss"]
-    assert run(validated_anew) == [pytest.approx(one, rel=1e-6)] * 2
 
 
 def validated(run_dir: str) -> str:

@@ -28,6 +28,7 @@ from policyfit import (
     Checkpoint,
     CheckpointError,
     ConfigError,
+    MetricsLog,
     Trainer,
     WarmupCosine,
     load,
@@ -209,6 +210,19 @@ class Looks(Callback):
     def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             trainer.save_checkpoint(self.path, exact=False)
+
+
+def test_the_record_at_the_end_stands_once_also_where_the_last_step_is_saved_before_it(tmp_path: Path) -> None:
+    for resume in (None, "last"):
+        callbacks = [Checkpoint(every_steps=4), MetricsLog()]
+        trainer = Trainer(
+            "cpu", max_steps=4, batch_size=4, log_every=3, seed=0, run_dir=tmp_path / "run", callbacks=callbacks
+        )
+        trainer.fit(Policy(overflows=0.0), Augmented(), resume=resume)
+        records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        logged = [record for record in records if "lr" in record]
+        assert [record["step"] for record in logged] == [3, 4]
+        assert logged[-1]["steps_per_s"] > 0
 
 
 def test_what_is_saved_inside_a_window_is_gone_on_with_by_its_own_path_alone(tmp_path: Path) -> None:
