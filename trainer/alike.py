@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from ..strategies.distributed import AT_THE_START, DistributionStrategy
 from ..strategies.errors import DistributedError
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 def settings_to_compare(trainer: Trainer, settings: Settings) -> dict[str, Any]:
     """The settings of a run that have to be the same on every rank, by name; the number of data workers need not."""
     strategy = trainer.distribution
+    hooks = ("on_before_optimizer_step", "on_save_checkpoint") if strategy.is_sharded else ()
     return {
         **{name: value for name, value in asdict(settings).items() if name != "workers"},
         "device": trainer.device.device.type,
@@ -25,7 +30,21 @@ def settings_to_compare(trainer: Trainer, settings: Settings) -> dict[str, Any]:
         "grad_scaler": getattr(trainer.precision, "settings", None),
         "distributed": strategy.name,
         **{f"distributed.{name}": value for name, value in strategy.options.items()},
+        # With shards these have the ranks talk: a norm is one of all parts, and so is a model that is saved.
+        **{f"callbacks with {hook}": [_name_of(bound) for bound in trainer.callbacks.bound[hook]] for hook in hooks},
     }
+
+
+def _name_of(bound: Any) -> str:
+    return type(bound.__self__).__name__
+
+
+def order_of_parameters(policy: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """A digest for each optimizer of which parameters it has, in their order."""
+    names = {id(p): name for name, p in policy.named_parameters()}
+    held = [[names.get(id(p)) for group in o.param_groups for p in group["params"]] for o in optimizers]
+    digests = [sha256(repr(one).encode()).hexdigest()[:8] for one in held]
+    return {f"optimizer {i}: digest of its parameters in order": digest for i, digest in enumerate(digests)}
 
 
 def check_settings(ranks: DistributionStrategy, settings: Mapping[str, Any]) -> None:
@@ -34,11 +53,11 @@ def check_settings(ranks: DistributionStrategy, settings: Mapping[str, Any]) -> 
     Raises:
         DistributedError: Those of a rank differ from those of rank 0.
     """
-    first, *others = ranks.gather({name: repr(value) for name, value in settings.items()}, AT_THE_START)
+    first, *others = ranks.gather(settings, AT_THE_START)
     for rank, found in enumerate(others, 1):
         differing = [name for name in {**first, **found} if found.get(name) != first.get(name)]
         if differing:
-            shown = "; ".join(f"{name} is {found.get(name)}, and {first.get(name)} on rank 0" for name in differing)
+            shown = "; ".join(f"{name} is {found.get(name)!r}, and {first.get(name)!r} on rank 0" for name in differing)
             raise DistributedError(
                 f"Rank {rank} was started with other settings than rank 0: {shown}.\nStart all with the same run file "
                 "and options; ${env:...} in a file is what each machine has."

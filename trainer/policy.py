@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from inspect import signature
+from inspect import ismethod, signature, unwrap
 from numbers import Number
 from typing import Any, Literal
 
@@ -218,9 +218,12 @@ _GIVEN = ("log", "log_dict", "device")
 
 def _takes_index(policy: nn.Module, name: str) -> bool:
     """Whether the step takes ``batch_idx``, which Lightning lets it leave out."""
-    if not callable(getattr(policy, name, None)):
+    step = getattr(policy, name, None)
+    if not callable(step):
         return True
-    parameters = signature(getattr(policy, name)).parameters.values()
+    # Sharding puts a function of its own over a method, whose signature would lose an argument once more.
+    written = unwrap(getattr(step, "__func__", step))
+    parameters = signature(written if ismethod(written) else step).parameters.values()
     return len([p for p in parameters if p.kind is not p.KEYWORD_ONLY]) != 1 or any(
         p.kind is p.VAR_POSITIONAL for p in parameters
     )

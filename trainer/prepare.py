@@ -19,7 +19,7 @@ from ..strategies.formats import tf32_support
 from ..strategies.mailbox import Mailbox, SharedMailbox
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .agreement import MAILBOX_SIZE
-from .alike import check_settings, settings_to_compare
+from .alike import check_settings, order_of_parameters, settings_to_compare
 from .counters import Counters
 from .describe import class_of
 from .fused import prepare_optimizer
@@ -72,7 +72,9 @@ def prepare(
     data = data_to_train_on(trainer, adapter, train_data, settings, seed=seed, fresh=origin is None)
     validation = data_to_validate_on(trainer, adapter, val_data, settings)
     movers, threads = _assemble(trainer, adapter, optimizer, schedule, settings, choices)
-    check_settings(distribution, movers.settings | {"val_data": "none" if validation is None else "given"})
+    moved = movers.settings | order_of_parameters(policy, movers.optimizers)
+    facts = {f"data: {name}": value for name, value in data.facts.items()}
+    check_settings(distribution, moved | facts | {"val_data": "none" if validation is None else "given"})
     if distribution.rank > 0:  # the weights are alike by now; dropout is not to be
         seed_everything(derive_seed(seed, "rank", distribution.rank))
     order = f"resume is not exact: {data.not_exact}" if data.not_exact else data.order
@@ -215,7 +217,7 @@ def _put_in_train_mode(policy: nn.Module) -> list[str]:
         chosen = [module for module in policy.modules() if not module.training]
         for module in policy.modules():
             if module.training and type(module).train is not nn.Module.train:
-                module.train()
+                module.train(True)
         for module in chosen:
             module.eval()
     resting = [name for name, module in policy.named_modules() if not module.training]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..strategies.errors import CheckpointError, PolicyfitError
 from . import changes, differences
 from .checkpoint import CheckpointState, fill
+from .metrics import added
 from .outcome import Outcome
 from .parts import parts
 from .rng import capture as capture_streams
@@ -51,13 +52,13 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     with _taking_back("the position in the data", checkpoint):
         changes.place_in_data(run, saved, found, report)
     with _taking_back("the log", checkpoint):
-        if run.distribution.is_main:  # those of all ranks
-            run.means.load_state_dict(saved.callbacks.get("means", {}))
-        run.trainer.remember(saved.callbacks.get("metrics", {}))
+        _load_means(run, saved.callbacks.get("means", []))
+        run.trainer.remember(saved.callbacks.get("metrics", {}) | saved.callbacks.get("metrics_before", {}))
         run.validated_step = saved.callbacks.get("validated_step")
         run.validated = tuple(saved.callbacks.get("validated", ()))
         run.logged_step = saved.callbacks.get("logged_step", counters.step)
-        run.ended_step = saved.callbacks.get("ended_step")
+        ended = saved.callbacks.get("ended_at")
+        run.ended_at = None if ended is None else (int(ended[0]), int(ended[1]))
         outcome, lr = saved.callbacks.get("outcome"), saved.callbacks.get("lr", run.updater.lr)
         run.updater.go_on_from(None if outcome is None else Outcome(**outcome), float(lr))
     run.resumed = True
@@ -115,6 +116,16 @@ def _new_streams(run: Run) -> dict[str, Tensor]:
     made = capture_streams(run.device)
     put_streams(kept, run.device)
     return made
+
+
+def _load_means(run: Run, of_ranks: list[dict[str, list[float]]]) -> None:
+    """Each rank its own sums; where ranks are more or fewer, rank 0 those of all, as if they had been as many."""
+    ranks = run.distribution
+    if len(of_ranks) == ranks.world_size:
+        run.means.load_state_dict(of_ranks[ranks.rank])
+    elif of_ranks and ranks.is_main:
+        share = ranks.world_size / len(of_ranks)
+        run.means.load_state_dict({name: [share * part for part in total] for name, total in added(of_ranks).items()})
 
 
 def _load_scaler(run: Run, saved: CheckpointState, report: changes.Report) -> None:

@@ -68,8 +68,10 @@ class Run:
     resumed: bool = False
     resumed_step: int = 0
     logged_step: int = 0
-    #: The step of a record at the end of a run, with which no mean begins anew.
-    ended_step: int | None = None
+    #: Step and epoch of a record at the end of a run, with which no mean begins anew.
+    ended_at: tuple[int, int] | None = None
+    #: What its metrics were before that record, for a run that goes on as if there were none.
+    metrics_before: dict[str, float] = field(default_factory=dict)
     #: Whether the run's folder is made and its callbacks have begun, so that a checkpoint has a place and a meaning.
     is_open: bool = False
     #: The epoch that is told while ``on_train_epoch_end`` runs, when the counters are already in the next.
@@ -270,7 +272,8 @@ class Run:
         if self.data.batch_size is not None:
             record["samples_per_s"] = batches_per_s * self.data.batch_size * self.distribution.world_size
         if ends:
-            self.ended_step = counters.step
+            self.ended_at = (counters.step, counters.epoch)
+            self.metrics_before = {k: v for k, v in self.trainer.metrics.items() if k in record}
         else:
             self.logged_step = counters.step
         self.trainer.emit(record)
@@ -330,12 +333,17 @@ class Run:
         """After the loop: settle, log what was not yet logged, and validate a run that was not stopped early."""
         self.place.meeting = True
         self.updater.settle()
-        if self.counters.step not in (self.logged_step, self.ended_step):
+        counters = self.counters
+        if counters.step != self.logged_step and (counters.step, counters.epoch) != self.ended_at:
             self._log(ends=True)
         if self.stop_reason is None:
             self._validate_once()
-        asked = self.distribution.gather((self.asked_to_stop, self.updater.agreement.asks), "the end of training")
-        if self.stop_reason is None:  # else in the last validation, with no update left to agree at
+        self.take_late_stops("the end of training")
+
+    def take_late_stops(self, place: str) -> None:
+        """Those that were asked for when no update was left to agree at, as in the last validation or the last save."""
+        asked = self.distribution.gather((self.asked_to_stop, self.updater.agreement.asks), place)
+        if self.stop_reason is None:
             self.stop_reason = _first([reason for reason, _ in asked])
             self.exit_code = max(self.exit_code, *(code for _, code in asked))
 

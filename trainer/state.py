@@ -13,7 +13,6 @@ from ..strategies.errors import CallbackError, CheckpointError, some
 from .checkpoint import CheckpointState, begin, write_checkpoint
 from .describe import class_path, policy_config
 from .differences import data_facts, plain_settings
-from .metrics import added
 from .newest import point_last_at
 from .parts import whole
 from .remote import RemoteRun
@@ -63,7 +62,8 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "validated_step": run.validated_step,
         "validated": list(run.validated),
         "logged_step": run.logged_step,
-        "ended_step": run.ended_step,
+        "ended_at": run.ended_at,
+        "metrics_before": run.metrics_before,
         "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
         "lr": float(run.updater.lr),
         "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
@@ -72,7 +72,8 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     # A run that was resumed and has not drawn a batch yet still has its streams to come.
     own_streams = capture_streams(run.device) if run.streams is None else run.streams
     streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
-    callbacks["means"] = added(ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means"))
+    means: list[Any] = ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means")
+    callbacks["means"] = means
     if not in_parts:
         models, model = whole(ranks, models), whole(ranks, model)
     state = CheckpointState(

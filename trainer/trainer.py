@@ -225,6 +225,9 @@ class Trainer(RunCommands):
                 self._status = "completed" if run.stop_reason is None else "stopped"
                 self.callbacks.call("on_fit_end", self, run.policy)
                 self.wait_for_checkpoint()  # so that it is there for every rank
+                run.take_late_stops("the end of the run")
+                if run.stop_reason is not None:
+                    self._status = "stopped"
         except BaseException as error:
             self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             end(error)

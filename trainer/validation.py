@@ -55,8 +55,8 @@ def validate(trainer: Trainer, adapter: PolicyAdapter, data: Iterable[Any], *, s
         seed_everything(derive_seed(seed, "validation"))
         callbacks.call("on_validation_start", trainer, policy)
         for index, (batch, counts) in enumerate(trainer.device.stream(counted(data))):
-            callbacks.call("on_validation_batch_start", trainer, policy, batch, index)
             means.samples = count_samples(batch) if counts else 0
+            callbacks.call("on_validation_batch_start", trainer, policy, batch, index)
             outputs = trainer.precision.forward(adapter.validation_step, batch, index)
             for name, value in outputs.items():
                 means.add(f"val/{name}", value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from failing import Fails
 from processes import run
 from ranks import Policy, Samples
+from torch import nn
 from torch.optim import SGD, AdamW
 
-from policyfit import DistributedError, Trainer
+from policyfit import EMA, DistributedError, Trainer
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
 
@@ -94,14 +96,21 @@ def test_rank_that_fails_in_a_dry_run_is_heard_by_the_others() -> None:
     assert run(planned_alone, limit_s=40.0) == ["Rank 1 failed: RuntimeError: only on this rank", "only on this rank"]
 
 
+def sgd(parameters: Iterable[nn.Parameter], *, lr: float, order: int) -> SGD:
+    return SGD([*parameters][::order], lr=lr)
+
+
 def set_otherwise(settings: dict[str, tuple[Any, Any]]) -> list[str]:
     rank, found = int(os.environ["RANK"]), []
     for name, values in settings.items():
         options = {"distributed": "ddp", "max_steps": 2, "batch_size": 4, name: values[rank]}
         rate, given = options.pop("lr", 0.1), options.pop("val_data", False)
+        order = options.pop("order", 1)
+        if options.pop("average", False) is not False:
+            options |= {"distributed": "fsdp", "callbacks": [EMA()] if rank else []}
         try:
             Trainer("cpu", default_callbacks=False, **options).fit(
-                Policy(), Samples(), Samples() if given else None, optimizer=partial(SGD, lr=rate)
+                Policy(), Samples(), Samples() if given else None, optimizer=partial(sgd, lr=rate, order=order)
             )
         except DistributedError as error:
             found.append(str(error).splitlines()[0])
@@ -114,10 +123,13 @@ def test_ranks_that_were_started_with_other_settings_are_refused_by_what_differs
     settings = {
         "max_steps": (2, 3), "batch_size": (4, 5), "clip_norm": (None, 1.0), "seed": (1, 2),
         "precision": ("no", "bf16"), "distributed": (slow, wide), "lr": (0.1, 0.2),
-        "val_data": (True, False), "workers": (0, "auto"),
+        "val_data": (True, False), "workers": (0, "auto"), "order": (1, -1), "average": (True, True),
     }  # fmt: skip
     told = "Rank 1 was started with other settings than rank 0: "
     for found in run(set_otherwise, settings, limit_s=60.0):
+        *found, order, average = found
+        assert order.startswith(f"{told}optimizer 0: digest of its parameters in order is '")
+        assert average == f"{told}callbacks with on_save_checkpoint is ['EMA'], and [] on rank 0."
         assert found == [
             f"{told}max_steps is 3, and 2 on rank 0.",
             f"{told}batch_size is 5, and 4 on rank 0.",

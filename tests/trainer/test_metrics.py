@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from toys import InMemory, batches, mlp
 
 from policyfit import Callback, ConfigError, Trainer
 from policyfit.trainer.metrics import Means
+from policyfit.trainer.restore import _load_means
 
 
 def test_a_mean_is_over_the_values_since_the_last_read() -> None:
@@ -161,6 +163,19 @@ def test_values_weigh_as_much_as_they_are_said_to_and_nothing_at_0() -> None:
     for value, weight in ((torch.tensor(1.0), 1.0), (torch.tensor(4.0), 2.0), (math.nan, 0.0), (7.0, 1.0)):
         means.add("loss", value, weight)
     assert means.read() == {"loss": 4.0}
+
+
+def test_means_that_other_ranks_go_on_with_weigh_as_much_as_an_update_of_theirs() -> None:
+    of_ranks = [{"loss": [3.0, 2.0]}, {"loss": [5.0, 2.0], "only there": [1.0, 1.0]}]
+    found = []
+    for world_size, rank in ((2, 1), (1, 0), (4, 0), (4, 1)):
+        ranks = SimpleNamespace(world_size=world_size, rank=rank, is_main=rank == 0)
+        run: Any = SimpleNamespace(distribution=ranks, means=Means())
+        _load_means(run, of_ranks)
+        found.append(run.means.state_dict())
+    assert found[0] == of_ranks[1]
+    assert found[1] == {"loss": [4.0, 2.0], "only there": [0.5, 0.5]}
+    assert found[2:] == [{"loss": [16.0, 8.0], "only there": [2.0, 2.0]}, {}]
 
 
 def test_means_over_ranks_are_those_of_all_their_values() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -515,6 +517,27 @@ class WithoutIndex(MLP):
     def training_step(self, batch: Batch) -> Any:
         self.seen = self.device
         return self(batch)
+
+
+def test_validation_step_that_sharding_has_wrapped_still_takes_batch_idx() -> None:
+    class Sees(nn.Linear):
+        def training_step(self, batch: Tensor) -> Tensor:
+            return batch.sum()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return batch.sum() + batch_idx
+
+    policy: Any = Sees(2, 1)
+    for name in ("training_step", "validation_step"):  # as torch's register_fsdp_forward_method does
+        method = getattr(policy, name)
+
+        def wrapped(self: nn.Module, *arguments: Any, method: Any = method) -> Any:
+            return method(*arguments)
+
+        setattr(policy, name, MethodType(wraps(method)(wrapped), policy))
+    adapter = adapt(policy)
+    assert adapter.validation_step(torch.ones(2), 3) == {"loss": 5.0}
+    assert adapter._takes_index == {"training_step": False, "validation_step": True}  # type: ignore[attr-defined]
 
 
 def test_training_step_may_leave_batch_idx_out_and_has_its_device() -> None:

@@ -157,6 +157,10 @@ class Records(Callback):
     def __init__(self, after: int) -> None:
         self.after, self.kept = after, list[dict[str, Any]]()
 
+    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
+        if trainer.step == 5:
+            self.kept.append({"known in step 5": trainer.metrics["train/loss"]})
+
     def on_log(self, trainer: Trainer, policy: nn.Module, record: Mapping[str, Any]) -> None:
         if trainer.step > self.after and "event" not in record:
             self.kept.append({name: value for name, value in record.items() if not name.endswith("per_s")})
@@ -193,7 +197,7 @@ def test_what_is_logged_after_a_resume_at_an_epochs_end_is_what_the_straight_run
         return records.kept
 
     straight = fit(tmp_path / "straight")
-    assert {record["step"] for record in straight} == {6, 8}
+    assert [record.get("step") for record in straight] == [None, 6, 6, 8, 8]
     assert fit(tmp_path / "other", tmp_path / "straight" / "checkpoints" / "000004") == straight
     fit(tmp_path / "stopped", stops_at=5)
     fit(tmp_path / "longer", steps=5)
@@ -210,6 +214,28 @@ class Looks(Callback):
     def on_train_batch_end(self, trainer: Trainer, policy: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             trainer.save_checkpoint(self.path, exact=False)
+
+
+class AtEpochEnds(Callback):
+    """Logs which epoch has ended."""
+
+    def on_train_epoch_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.log("ended", float(trainer.epoch))
+
+
+def test_a_stop_in_the_last_update_of_the_last_epoch_leaves_the_end_of_the_epoch_to_the_resume(tmp_path: Path) -> None:
+    def fit(name: str, stops_at: int | None = None, resume: str | None = None) -> list[tuple[Any, ...]]:
+        callbacks = [AtEpochEnds(), Stops(stops_at), Checkpoint(), MetricsLog()]
+        trainer = Trainer(
+            "cpu", max_epochs=2, batch_size=4, log_every=50, seed=0, run_dir=tmp_path / name, callbacks=callbacks
+        )
+        trainer.fit(Policy(overflows=0.0), Augmented(8), resume=resume)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [(r["step"], r["epoch"], r.get("ended")) for r in map(json.loads, lines) if "lr" in r]
+
+    assert fit("straight") == [(4, 2, 0.5)]
+    assert fit("stopped", stops_at=4) == [(4, 1, 0.0)]
+    assert fit("stopped", resume="last")[-1] == (4, 2, 0.5)
 
 
 def test_the_record_at_the_end_stands_once_also_where_the_last_step_is_saved_before_it(tmp_path: Path) -> None:

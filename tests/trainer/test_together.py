@@ -111,6 +111,14 @@ class Logs(Callback):
             trainer.stop("the machine is wanted back", exit_code=143)
 
 
+class LateStop(Callback):
+    """Asks for a stop when all is over but the last save."""
+
+    def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.distribution.rank == 1:
+            trainer.stop("interrupted", exit_code=130)
+
+
 class Keeps:
     """A logger that keeps the steps of its records, and how it ended."""
 
@@ -135,10 +143,15 @@ def logged(folder: str) -> Any:
         trainer.fit(Policy(), Samples(), Samples())
     except SystemExit as end:
         codes.append(end.code)
-    return [r for r in seen.records if "again" in r], keeps.heard, (trainer.status, *codes)
+    late = Trainer("cpu", max_steps=1, run_dir=f"{folder}/late", distributed="ddp", callbacks=[LateStop()])
+    try:
+        late.fit(Policy(), Samples())
+    except SystemExit as end:
+        codes.append(end.code)
+    return [r for r in seen.records if "again" in r], keeps.heard, (trainer.status, late.status, *codes)
 
 
-def test_padding_is_not_logged_loggers_are_rank_0s_and_a_stop_in_the_last_validation_counts(
+def test_padding_is_not_logged_loggers_are_rank_0s_and_stops_after_the_last_update_count(
     tmp_path: Path,
 ) -> None:
     (records, heard, end), (other_records, unheard, other_end) = run(logged, str(tmp_path))
@@ -147,7 +160,7 @@ def test_padding_is_not_logged_loggers_are_rank_0s_and_a_stop_in_the_last_valida
         assert record["again"] == pytest.approx(record["train/loss"], rel=1e-6)
     assert heard == [8, 8, "success"]
     assert unheard == []
-    assert end == other_end == ("stopped", 143)
+    assert end == other_end == ("stopped", "stopped", 143, 130)
 
 
 def rated(folder: str, settings: dict[str, Any]) -> list[float]:
