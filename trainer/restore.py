@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ..strategies.errors import CheckpointError, PolicyfitError
 from . import changes, differences
 from .checkpoint import CheckpointState, fill
-from .metrics import added
 from .outcome import Outcome
 from .parts import parts
 from .rng import capture as capture_streams
@@ -52,7 +52,7 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     with _taking_back("the position in the data", checkpoint):
         changes.place_in_data(run, saved, found, report)
     with _taking_back("the log", checkpoint):
-        _load_means(run, saved.callbacks.get("means", []))
+        _load_means(run, saved.callbacks, len(saved.rng_of_others) + 1)
         run.trainer.remember(saved.callbacks.get("metrics", {}) | saved.callbacks.get("metrics_before", {}))
         run.validated_step = saved.callbacks.get("validated_step")
         run.validated = tuple(saved.callbacks.get("validated", ()))
@@ -118,14 +118,15 @@ def _new_streams(run: Run) -> dict[str, Tensor]:
     return made
 
 
-def _load_means(run: Run, of_ranks: list[dict[str, list[float]]]) -> None:
-    """Each rank its own sums; where ranks are more or fewer, rank 0 those of all, as if they had been as many."""
-    ranks = run.distribution
+def _load_means(run: Run, saved: dict[str, Any], world_size: int) -> None:
+    """Each rank its own sums; where ranks were more or fewer, rank 0 those of all, as if they had been as many."""
+    ranks, of_ranks = run.distribution, saved.get("means_of_ranks", [])
     if len(of_ranks) == ranks.world_size:
         run.means.load_state_dict(of_ranks[ranks.rank])
-    elif of_ranks and ranks.is_main:
-        share = ranks.world_size / len(of_ranks)
-        run.means.load_state_dict({name: [share * part for part in total] for name, total in added(of_ranks).items()})
+    elif ranks.is_main:
+        share = ranks.world_size / world_size
+        sums = saved.get("means", {})
+        run.means.load_state_dict({name: [share * part for part in total] for name, total in sums.items()})
 
 
 def _load_scaler(run: Run, saved: CheckpointState, report: changes.Report) -> None:

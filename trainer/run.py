@@ -194,8 +194,6 @@ class Run:
         if step == self.updater.aimed_step:
             if _hits(step, self.settings.log_every):
                 self._log()
-            elif self.done:  # before what is saved here
-                self._log(ends=True)
             self._pace.pause()
             if self._validates_at(step):
                 self._validate_once()

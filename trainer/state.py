@@ -13,6 +13,7 @@ from ..strategies.errors import CallbackError, CheckpointError, some
 from .checkpoint import CheckpointState, begin, write_checkpoint
 from .describe import class_path, policy_config
 from .differences import data_facts, plain_settings
+from .metrics import added
 from .newest import point_last_at
 from .parts import whole
 from .remote import RemoteRun
@@ -55,7 +56,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "settings": plain_settings(run),
         "exact": exact and not run.failed,  # random streams have moved on, and hooks have run on some ranks only
     }
-    callbacks = {
+    callbacks: dict[str, Any] = {
         "states": run.callbacks.state_dict(),
         "checkpoint": extra,
         "metrics": dict(run.trainer.metrics),
@@ -72,8 +73,10 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     # A run that was resumed and has not drawn a batch yet still has its streams to come.
     own_streams = capture_streams(run.device) if run.streams is None else run.streams
     streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
-    means: list[Any] = ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means")
-    callbacks["means"] = means
+    sums = ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means")
+    callbacks["means"] = added(sums)
+    if len(sums) > 1:
+        callbacks["means_of_ranks"] = sums
     if not in_parts:
         models, model = whole(ranks, models), whole(ranks, model)
     state = CheckpointState(

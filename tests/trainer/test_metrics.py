@@ -167,11 +167,12 @@ def test_values_weigh_as_much_as_they_are_said_to_and_nothing_at_0() -> None:
 
 def test_means_that_other_ranks_go_on_with_weigh_as_much_as_an_update_of_theirs() -> None:
     of_ranks = [{"loss": [3.0, 2.0]}, {"loss": [5.0, 2.0], "only there": [1.0, 1.0]}]
+    saved = {"means": {"loss": [8.0, 4.0], "only there": [1.0, 1.0]}, "means_of_ranks": of_ranks}
     found = []
     for world_size, rank in ((2, 1), (1, 0), (4, 0), (4, 1)):
         ranks = SimpleNamespace(world_size=world_size, rank=rank, is_main=rank == 0)
         run: Any = SimpleNamespace(distribution=ranks, means=Means())
-        _load_means(run, of_ranks)
+        _load_means(run, saved, 2)
         found.append(run.means.state_dict())
     assert found[0] == of_ranks[1]
     assert found[1] == {"loss": [4.0, 2.0], "only there": [0.5, 0.5]}

@@ -246,9 +246,7 @@ def test_the_record_at_the_end_stands_once_also_where_the_last_step_is_saved_bef
         )
         trainer.fit(Policy(overflows=0.0), Augmented(), resume=resume)
         records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        logged = [record for record in records if "lr" in record]
-        assert [record["step"] for record in logged] == [3, 4]
-        assert logged[-1]["steps_per_s"] > 0
+        assert [record["step"] for record in records if "lr" in record] == [3, 4]
 
 
 def test_what_is_saved_inside_a_window_is_gone_on_with_by_its_own_path_alone(tmp_path: Path) -> None:
