@@ -120,9 +120,13 @@ class ManyProcesses(DistributionStrategy):
     @torch.no_grad()
     def _take_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            flat = tensor.detach().contiguous()
-            distributed.broadcast(flat.view(-1).view(torch.uint8), src=0)
-            tensor.copy_(flat)
+            # Of one that was expanded, what there is in memory.
+            once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+            flat = once.detach().reshape(-1)
+            if flat.stride(0) != 1:
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            distributed.broadcast(flat.view(torch.uint8), src=0)
+            once.copy_(flat.view(once.shape))
 
     def wrap(self, policy: nn.Module) -> nn.Module:
         """The policy wrapped by ``_wrap``, once all ranks have found that it is alike on them.

@@ -127,7 +127,9 @@ def it_gives_every_rank_the_policy_of_rank_0_without_wrapping_it(make: Make) -> 
     with joined(make) as strategy:
         policy = Toy(strategy.rank)
         policy.count.fill_(strategy.rank + 5)  # type: ignore[operator]
+        policy.register_buffer("wide", torch.full((1,), float(strategy.rank)).expand(3))
         strategy.align(policy)
+        assert policy.get_buffer("wide").tolist() == [0.0] * 3
         assert_equal([p.detach() for p in policy.parameters()], [p.detach() for p in Toy(0).parameters()])
         assert policy.count == 5
 
