@@ -39,7 +39,8 @@ class Checkpoint(Callback):
             last one of a run is always waited for.
         save_on_exception: After an error, keep what it left as ``STEP-exception``. It is marked as not exact: no
             resume takes it by itself, and nothing deletes it. Kept without being asked for when one of several ranks
-            fails in the middle of an update and no rank, or no full set of shards, has the whole of it.
+            fails in the middle of an update and no rank, or no full set of shards, has the whole of it; or where it
+            cannot tell the others, but has all weights.
         remote: An fsspec URL, such as ``"s3://bucket/run"``, where a copy of the run's folder is kept in the same way:
             its checkpoints, ``config.yaml`` and ``metrics.jsonl``.
     """
@@ -202,8 +203,8 @@ class Checkpoint(Callback):
         self._delete_others(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
-        """Keep what the error left, if that was asked for, or if no rank has the last update whole."""
-        if self._has_begun and (self.save_on_exception or trainer.is_torn) and trainer.can_save:
+        """Keep what the error left, if that was asked for, or if ranks have no common moment to save."""
+        if self._has_begun and (self.save_on_exception or trainer.keeps_remains) and trainer.can_save:
             try:
                 trainer.wait_for_checkpoint()
             except Exception as failure:  # told; what the error left is still to be kept

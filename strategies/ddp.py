@@ -137,6 +137,7 @@ class DDP(ManyProcesses):
         Torch has summed some of its buckets then, and waits for the others' gradients. It tells by an error alone which
         it has.
         """
+        super().stand_in(module, closes=closes)
         try:
             if closes:
                 self._backward_of_zero(module, self._trained())
@@ -150,6 +151,11 @@ class DDP(ManyProcesses):
                     except RuntimeError as said:
                         if "mark a variable ready only once" not in in_words(said):
                             raise
+
+    def stay_alone(self) -> bool:
+        """It has all weights."""
+        self._is_alone = True
+        return True
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._trainable]

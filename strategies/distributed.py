@@ -242,6 +242,13 @@ class DistributionStrategy(ABC):
     def report(self, error: BaseException) -> None:
         """Leave this rank's error for the others to find, before it leaves them; never raises."""
 
+    def stay_alone(self) -> bool:
+        """This rank has failed where the others cannot be told: from now on it is all there is, if it has all there is.
+
+        Until ``teardown``; returns whether it has. Does not talk.
+        """
+        return False
+
 
 class SingleProcess(DistributionStrategy):
     """``none``: one process on one device."""

@@ -64,7 +64,14 @@ class ManyProcesses(DistributionStrategy):
         self._roll_call: RollCall | None = None
         self._is_wrapping = False
         self._aborts = False  # whether groups are left without waiting for what is under way in them
+        self._is_alone = False
+        self._talks_itself = False  # whether the policy's own forward talks to other ranks
         self._buffers: Buffers | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0, or who is alone."""
+        return self.rank == 0 or self._is_alone
 
     @property
     def options(self) -> dict[str, Any]:
@@ -90,7 +97,8 @@ class ManyProcesses(DistributionStrategy):
                 f"distributed={self.name!r} was requested, but there are no collectives on {device.name}.\n"
                 "Use one process with distributed='none', or device='cpu'."
             )
-        self._device, self._aborts, self._is_wrapping = device.device, False, False
+        self._device = device.device
+        self._aborts = self._is_wrapping = self._is_alone = False
         try:
             self._join(device, device.distributed_backend)
         except BaseException:
@@ -136,6 +144,7 @@ class ManyProcesses(DistributionStrategy):
             DistributedError: It differs between ranks.
         """
         self._check_alike(policy)
+        self._talks_itself = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._is_wrapping = True  # and stays so after an error
         wrapped = self._wrap(policy)
         self._is_wrapping = False
@@ -144,6 +153,19 @@ class ManyProcesses(DistributionStrategy):
     @abstractmethod
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """What ``wrap`` gives. Ranks broadcast in it and do not gather, so that one which fails has no ``excuse``."""
+
+    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
+        """Refuse to where nobody knows what the others' forwards say to each other, unless these have all failed.
+
+        Raises:
+            DistributedError: The policy has a SyncBatchNorm.
+        """
+        assert self._roll_call is not None
+        if self._talks_itself and not self._roll_call.all_have_failed():
+            raise DistributedError(
+                "Its SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in for, so "
+                "that they lose this one."
+            )
 
     # Agreeing ------------------------------------------------------------------------------------------------
 
@@ -158,6 +180,8 @@ class ManyProcesses(DistributionStrategy):
             RankFailed: A rank came with an excuse.
             DistributedError: Ranks came from different places.
         """
+        if self._is_alone:
+            return [value]
         self._mark(self.meeting_timeout)
         answers = self._answers(_Answer(place, value))
         failed = next(((rank, answer.excuse) for rank, answer in enumerate(answers) if answer.excuse is not None), None)

@@ -94,6 +94,13 @@ class RollCall:
                 raise distributed.DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)
 
+    def all_have_failed(self) -> bool:
+        """Whether every rank has withdrawn, waited for as long as one that is there may take to say so."""
+        deadline = time.monotonic() + self.patience_s
+        while not (have := self._store.check(self._keys(_LEFT))) and time.monotonic() < deadline:
+            time.sleep(_LISTEN_S)
+        return have
+
     def withdraw(self) -> None:
         """This rank has failed: what it has noted so far is told, and from now on nothing."""
         self._is_leaving = True

@@ -11,7 +11,7 @@ In the step of an optimizer or a schedule, the others have an update that it lac
 shards what is left is kept as not exact.
 
 A sharded rank asks the others which collectives they make (strategies/collectives.py). What a forward says to other
-ranks by itself nobody knows, so there they lose it (decision 12).
+ranks by itself nobody knows, so there they lose it; one that has all weights keeps them, alone (decision 12).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 
 from ..strategies.distributed import RankFailed
-from ..strategies.errors import in_words
+from ..strategies.errors import TrainingDiverged, in_words
 from .ending import run_all
 from .metrics import Means
 from .run import Run
@@ -60,6 +60,8 @@ def end_together(run: Run, error: BaseException) -> None:
         told = False
     if not told:
         place.meeting = False  # they do not come there any more
+        run.failed = run.keeps_remains = ranks.stay_alone()
+        _forget_failures(run)
         raise error
     run.failure = error
     run.end_failed()
@@ -88,17 +90,16 @@ def _others_meet(run: Run) -> bool:
 def fail_with_others(run: Run) -> NoReturn:
     """Save what all ranks have, and end in this rank's error or that of another.
 
-    An error that is the same on all is the run's, and not saved, as in a single process.
+    Not where all have found that the run diverged, of which the checkpoints before it are what is of worth.
     """
     words = None if run.failure is None else in_words(run.failure)
-    answers = run.distribution.gather((words, run.updater.lacks_update), "the end of a run that failed")
-    errors = [answer for answer, _ in answers]
-    differ = len(set(errors)) > 1
-    whole = _whole_rank(run, [lacks_update for _, lacks_update in answers])
-    run.saves_from, run.is_torn = whole or 0, differ and whole is None
+    own = (words, isinstance(run.failure, TrainingDiverged), run.updater.lacks_update)
+    errors, diverged, lack_update = zip(*run.distribution.gather(own, "the end of a run that failed"), strict=True)
+    whole = _whole_rank(run, lack_update)
+    run.saves_from, run.keeps_remains = whole or 0, whole is None
     error = run.failure or _failure_of_another(run, errors)
     _forget_failures(run)
-    if differ and not run.is_torn:
+    if not run.keeps_remains and not all(diverged):
         run_all((partial(_save_after_failure, run),), error)
     run.place.meeting = False  # the others end in this error too, so it is brought to no gather any more
     raise error
@@ -132,7 +133,7 @@ def _forget_failures(run: Run) -> None:
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
     rank = next(rank for rank, error in enumerate(errors) if error)
     saved = "What was saved can be gone on with once that is mended: --resume."
-    if run.is_torn:
+    if run.keeps_remains:
         saved = (
             "It was in the middle of that update, with weights or states that no other process has. The last "
             "checkpoint can be gone on with once that is mended: --resume."

@@ -70,13 +70,15 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
     streams = [saved.rng, *saved.rng_of_others]
     run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
-    if len(streams) != run.distribution.world_size:
-        report.changed.append(f"ranks were {len(streams)} and are now {run.distribution.world_size}{_ROUNDED}")
+    ranks_before = manifest.get("world_size", len(streams))
+    if ranks_before != run.distribution.world_size:
+        report.changed.append(f"ranks were {ranks_before} and are now {run.distribution.world_size}{_ROUNDED}")
     kind = manifest.get("distribution", run.distribution.name)
     if kind != run.distribution.name:
         report.changed.append(f"distribution was {kind} and is now {run.distribution.name}{_ROUNDED}")
     if len(streams) < run.distribution.world_size:
-        report.reset.append("the random streams of the new ranks, so it is not bit for bit the same run")
+        which = "new" if len(streams) == ranks_before else "other"  # a rank that was alone saved its own
+        report.reset.append(f"the random streams of the {which} ranks, so it is not bit for bit the same run")
     before, now = manifest["device"], run.device.device.type
     if before == now:
         report.kept.append("the random streams")

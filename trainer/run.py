@@ -63,8 +63,9 @@ class Run:
     failed: bool = False
     #: The rank whose weights and states are saved, where all have the same.
     saves_from: int = 0
-    #: Whether a failure left some of them in the middle of an update, and nobody has them whole.
-    is_torn: bool = False
+    #: Whether what a failure left is to be kept as it is: in the middle of an update that nobody has whole, or on a
+    #: rank alone.
+    keeps_remains: bool = False
     resumed: bool = False
     resumed_step: int = 0
     logged_step: int = 0

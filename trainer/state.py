@@ -38,7 +38,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     # What user code gives comes before ranks put anything together, so that one in which it fails can answer for it.
     models, model = extra.pop("models", {}), run.policy.state_dict()
     optimizers = [optimizer.state_dict() for optimizer in run.updater.optimizers]
-    if run.is_torn:
+    if run.keeps_remains:
         optimizers = _common_states(ranks, optimizers)
     outcome = run.updater.outcome
     manifest = {
@@ -135,7 +135,7 @@ def save(
     run.updater.settle()
     run.distribution.release()
     _check_held(run)
-    run.updater.divergence.check_finite(counts=run.is_torn or not run.updater.lacks_update)
+    run.updater.divergence.check_finite(counts=run.keeps_remains or not run.updater.lacks_update)
     extra: dict[str, Any] = {}
     run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
     folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)

@@ -75,7 +75,7 @@ class Updater:
         self.applied = 0
         #: Whether an error left weights and optimizer of this rank in the middle of an update that the others made.
         self.lacks_update = False
-        #: Updates that came to nothing because a rank had failed; they are the last ones of a run.
+        #: Updates that came to nothing since a rank had failed or sums did not fit together; the last ones of a run.
         self.failures = 0
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
         self.losses: dict[int, Tensor] = {}
@@ -240,7 +240,8 @@ class Updater:
     def _settle(self, outcome: Outcome) -> None:
         lr = self.optimizers[0].param_groups[0]["lr"]
         self.lr = lr.clone() if isinstance(lr, Tensor) else lr  # a schedule changes a tensor in place
-        if outcome.reason == "failed":
+        came_to_nothing = outcome.reason in ("failed", "not_alike")
+        if came_to_nothing:
             self.failures += 1
             self._forget_states()
         else:
@@ -273,7 +274,7 @@ class Updater:
             return
         if error is not None:
             raise error
-        if not outcome.landed and outcome.reason not in ("failed", "not_alike"):
+        if not outcome.landed and not came_to_nothing:
             self.divergence.judge(outcome, self._scale_used or 0.0, self._trainer.metrics.get("train/loss"))
         self._scale_used = outcome.scale
         if self.agreement.differs:

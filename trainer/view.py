@@ -110,9 +110,9 @@ class RunView:
         return self._active.failed
 
     @property
-    def is_torn(self) -> bool:
-        """Whether failures left the run in the middle of an update of which no rank has the whole."""
-        return self._active.is_torn
+    def keeps_remains(self) -> bool:
+        """Whether what a failure left is to be kept as not exact, since ranks have no common moment to save."""
+        return self._active.keeps_remains
 
     @property
     def resumed(self) -> bool:

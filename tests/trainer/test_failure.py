@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics
 from processes import outcomes_of, run
-from ranks import Policy, Samples, job, same, train, weights
+from ranks import SAMPLES, Policy, Samples, job, same, train, weights
+from torch import Tensor, nn
+from torch.distributed import all_reduce
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
@@ -263,24 +267,113 @@ def test_error_that_is_no_exception_ends_all_in_order(
 
 
 class FailsOnEach(Callback):
-    """Each rank fails in its fifth micro-batch, in its own words."""
+    """Each rank fails in its sixth micro-batch, in its own words or in those of all."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
 
     def on_after_backward(self, trainer: Trainer, policy: Any) -> None:
-        if trainer.micro_batches == 4:
-            raise RuntimeError("the disk is full" if trainer.is_main else "the sensor is off")
+        if trainer.micro_batches == 5:
+            raise RuntimeError(self.words[trainer.distribution.rank])
 
 
-def both(folder: str, distributed: str) -> str:
+def both(folder: str, distributed: str, words: list[str]) -> str:
     try:
-        train(f"{folder}/run", distributed, steps=30, extra=[FailsOnEach()])
+        train(f"{folder}/run", distributed, steps=30, extra=[FailsOnEach(*words)])
     except Exception as error:
         return str(error)
     return ""
 
 
-def test_ranks_that_fail_each_by_its_own_error_save_what_they_have(tmp_path: Path) -> None:
-    assert run(both, str(tmp_path), "ddp", limit_s=40.0) == ["the disk is full", "the sensor is off"]
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 4
+@pytest.mark.parametrize(
+    ("distributed", "words"),
+    [("ddp", ["the disk is full", "the sensor is off"]), ("ddp", ["out of space"] * 2), ("fsdp", ["out of space"] * 2)],
+)
+def test_ranks_that_all_fail_save_what_they_have_and_the_run_goes_on(
+    tmp_path: Path, distributed: str, words: list[str]
+) -> None:
+    assert run(both, str(tmp_path), distributed, words, limit_s=40.0) == words
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 5
+    mended = run(job, str(tmp_path), distributed, {"steps": 8, "resume": "last"})
+    straight = run(job, str(tmp_path / "straight"), distributed, {"steps": 8})
+    same(weights(mended[0]), weights(straight[0]))  # this policy draws nothing, and no sample was left out
+
+
+def diverged(folder: str) -> str:
+    try:
+        train(f"{folder}/run", "ddp", steps=30, poisoned=tuple(range(SAMPLES // 2)), max_skips=2, every=1)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_run_that_diverged_on_all_ranks_ends_with_the_checkpoint_of_before(tmp_path: Path) -> None:
+    assert run(diverged, str(tmp_path), limit_s=40.0) == ["TrainingDiverged"] * 2
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+class Synced(nn.SyncBatchNorm):
+    """The same on a CPU, which torch's is not for: a mean of all ranks, and no more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(dim=0)
+        all_reduce(mean)
+        return x - mean / 2
+
+
+class Talks(Policy):
+    """Its forward talks to the other ranks; on some one fails in its middle, which nobody can know of."""
+
+    def __init__(self, fails_at: int, ranks: str) -> None:
+        super().__init__()
+        self.add_module("norm", Synced(12, affine=False))
+        self.left = fails_at if os.environ["RANK"] in ranks else -1
+        self.first.register_forward_hook(self._fail)
+
+    def _fail(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == -1:
+            raise RuntimeError("only on this rank")
+
+
+def talked(folder: str, distributed: str, fails_at: int, resume: str | None = None, ranks: str = "1") -> list[str]:
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+    trainer = Trainer(
+        "cpu", max_steps=8, batch_size=4, seed=7, run_dir=f"{folder}/run", distributed=distributed,
+        callbacks=[Checkpoint(every_steps=2)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Talks(fails_at, ranks), Samples(), resume=resume)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    return [trainer.plan.text()]
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_under_ddp_keeps_what_it_has(
+    tmp_path: Path, distributed: str
+) -> None:
+    others, own = run(talked, str(tmp_path), distributed, 5, limit_s=20.0)
+    assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
+    assert own[0] == "RuntimeError: only on this rank"
+    assert "Its SyncBatchNorm talks to the other ranks in the forward" in own[1]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 4
+    kept = checkpoints / "000005-exception"
+    assert kept.exists() == (distributed == "ddp")
+    if distributed == "ddp":
+        mended, _ = run(talked, str(tmp_path / "mended"), "ddp", -1, str(kept), limit_s=20.0)
+        assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
+        run(talked, str(tmp_path / "straight"), "ddp", -1, limit_s=20.0)
+        ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
+        same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path, distributed: str) -> None:
+    ends = run(talked, str(tmp_path), distributed, 5, None, "01", limit_s=20.0)
+    assert ends == [["RuntimeError: only on this rank"]] * 2
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 5
 
 
 def killed(folder: str, distributed: str) -> str:

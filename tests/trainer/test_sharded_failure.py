@@ -37,11 +37,7 @@ def test_sharded_ranks_that_all_fail_in_the_first_window_end_in_order_each_by_it
     where = ["between", "between" if same_words else "back"]
     ends = run(at_once, str(tmp_path / "run"), same_words, limit_s=40.0)
     assert ends == [f"{place} the blocks of this rank" for place in where]
-    last = tmp_path / "run" / "checkpoints" / "last"
-    if same_words:
-        assert not last.exists()
-    else:
-        assert read_checkpoint(last).manifest["counters"]["step"] == 0
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 0
 
 
 def resumed_first(folder: str) -> list[str]:
@@ -261,4 +257,4 @@ def test_shards_that_do_not_fit_together_make_no_checkpoint(tmp_path: Path) -> N
     texts = run(unfit, str(tmp_path), limit_s=40.0)
     assert all("000003 is not written, since what the ranks hold does not fit together: " in text for text in texts)
     assert all("the last rows of state/0/exp_avg are missing" in text for text in texts)
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "run" / "checkpoints" / "000003").exists()
