@@ -184,16 +184,21 @@ class Thaws(Callback):
 
 
 class Endless(IterableDataset[dict[str, Any]]):
-    """Twelve samples, of which nothing says how many they are; in one epoch one cannot be read on rank 1."""
+    """Twelve samples, of which nothing says how many they are; in one epoch one cannot be read on rank 1.
 
-    def __init__(self, fails_at: int | None = None, epoch: int = 1) -> None:
+    Args:
+        more: So many more on rank 0.
+    """
+
+    def __init__(self, fails_at: int | None = None, epoch: int = 1, more: int = 0) -> None:
         self.fails_at, self.epoch, self.epochs = fails_at, epoch, 0
+        self.count = 12 + (more if os.environ.get("RANK") == "0" else 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         fails = self.epochs == self.epoch and os.environ.get("RANK") == "1"
         self.epochs += 1
         samples = Samples(fails_at=self.fails_at if fails else None)
-        return (samples[i] for i in range(12))
+        return (samples[i] for i in range(self.count))
 
 
 class Counted(Endless):

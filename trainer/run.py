@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies.errors import CallbackError
+from ..strategies.errors import CallbackError, DistributedError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
 from .metrics import Means
@@ -138,6 +138,13 @@ class Run:
         if self.updater.agreement.is_ending:  # by all: every rank has settled every update
             self._take_agreement()
             return
+        if self.updater.agreement.next_window:
+            self.place.meeting = False
+            raise DistributedError(
+                f"The data of rank {self.distribution.rank} gives {counters.batch_in_epoch} micro-batches in epoch "
+                f"{counters.epoch}, and that of another rank more: it would wait for this one.\n"
+                "Data that all ranks read must give the same on each, whatever its number."
+            )
         self._pace.pause()
         for schedule in self.schedules:
             if schedule.interval == "epoch":

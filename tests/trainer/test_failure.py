@@ -548,20 +548,21 @@ UNSIZED: list[tuple[int, str | int, int, int, int]] = [
     (2, "sample", 0, 2, 2),
     (2, "sample", 9, 2, 2),  # the second window is drawn with the first
     (4, "on_train_batch_start", 3, 2, 1),  # an epoch is shorter than a window
+    (1, "more", 4, 4, 3),  # samples on rank 0
 ]
 
 
 def unsized(folder: str, distributed: str) -> list[str]:
     said = []
     for number, (accumulate, where, at, *_) in enumerate(UNSIZED):
-        fails = [] if where == "sample" else [Fails(rank=1, hook=str(where), micro_batch=at)]
+        fails = [] if where in ("sample", "more") else [Fails(rank=1, hook=str(where), micro_batch=at)]
         trainer = Trainer(
             "cpu", max_steps=30, batch_size=2, accumulate=accumulate, seed=0, run_dir=f"{folder}/{number}",
             distributed=distributed, callbacks=[*fails, Checkpoint(every_steps=0)],
         )  # fmt: skip
         text = ""
         try:
-            trainer.fit(Policy(), Endless(at if where == "sample" else None))
+            trainer.fit(Policy(), Endless(at if where == "sample" else None, more=at if where == "more" else 0))
         except Exception as error:
             text = str(error)
         said.append(text)
@@ -575,8 +576,8 @@ def test_failure_with_data_of_unknown_length_ends_all_after_the_same_update_save
     first, second = run(unsized, str(tmp_path), distributed, limit_s=60.0)
     for number, (accumulate, where, at, update, step) in enumerate(UNSIZED):
         place = f"{where} {at}, {accumulate} a window"
-        words = "the disk of this rank is gone" if where == "sample" else "only on this rank"
-        assert words in second[number], place
+        words = {"sample": "the disk of this rank is gone", "more": "The data of rank 1 gives 3 micro-batches in"}
+        assert words.get(where, "only on this rank") in second[number], place
         assert f"Rank 1 failed, so all ended after update {update}:" in first[number], place
         saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
         assert saved.manifest["counters"]["step"] == step, place
