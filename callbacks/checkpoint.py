@@ -203,7 +203,7 @@ class Checkpoint(Callback):
         self._delete_others(trainer)
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, error: BaseException) -> None:
-        """Keep what the error left, if that was asked for, or if ranks have no common moment to save."""
+        """Keep what the error left, if that was asked for, or if nothing better can be saved of it."""
         if self._has_begun and (self.save_on_exception or trainer.keeps_remains) and trainer.can_save:
             try:
                 trainer.wait_for_checkpoint()

@@ -137,7 +137,7 @@ class DDP(ManyProcesses):
         Torch has summed some of its buckets then, and waits for the others' gradients. It tells by an error alone which
         it has.
         """
-        super().stand_in(module, closes=closes)
+        self._check_can_stand_in()
         try:
             if closes:
                 self._backward_of_zero(module, self._trained())
@@ -153,9 +153,9 @@ class DDP(ManyProcesses):
                             raise
 
     def stay_alone(self) -> bool:
-        """It has all weights."""
-        self._is_alone = True
-        return True
+        """It has all weights; of several that have failed the first to say so keeps them."""
+        self._is_alone = self._spoke_first
+        return self._is_alone
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._trainable]

@@ -1,9 +1,9 @@
 """How a run is spread over processes: the verbs, and the single process as the plain case of them.
 
-Every rank calls the verbs that talk in the same order: ``setup``, ``wrap``, ``micro_batch`` with its backward (or
-``backward_of_nothing``, or ``stand_in``); ``reduce_max``, ``norms`` and ``sync_buffers``, which do not make the host
-wait for the device; ``whole``, ``whole_weights``, ``gather``, ``broadcast``, ``excuse`` and ``from_rank``, which do.
-``gather_aside`` may come from a thread.
+Every rank calls the verbs that talk in the same order: ``setup``, ``align``, ``wrap``, ``micro_batch`` with its
+backward (or ``backward_of_nothing``, or ``stand_in``); ``reduce_max``, ``norms`` and ``sync_buffers``, which do not
+make the host wait for the device; ``whole``, ``whole_weights``, ``gather``, ``broadcast``, ``excuse`` and
+``from_rank``, which do. ``gather_aside`` may come from a thread.
 """
 
 from __future__ import annotations
@@ -243,9 +243,10 @@ class DistributionStrategy(ABC):
         """Leave this rank's error for the others to find, before it leaves them; never raises."""
 
     def stay_alone(self) -> bool:
-        """This rank has failed where the others cannot be told: from now on it is all there is, if it has all there is.
+        """This rank has failed and cannot tell the others; returns whether it is the one that keeps what there is.
 
-        Until ``teardown``; returns whether it has. Does not talk.
+        From now on until ``teardown`` it is the one that writes then, and ``gather`` gives its own value alone. Does
+        not talk.
         """
         return False
 

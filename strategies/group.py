@@ -64,8 +64,7 @@ class ManyProcesses(DistributionStrategy):
         self._roll_call: RollCall | None = None
         self._is_wrapping = False
         self._aborts = False  # whether groups are left without waiting for what is under way in them
-        self._is_alone = False
-        self._talks_itself = False  # whether the policy's own forward talks to other ranks
+        self._has_sync_batchnorm = self._spoke_first = self._is_alone = False
         self._buffers: Buffers | None = None
 
     @property
@@ -98,7 +97,7 @@ class ManyProcesses(DistributionStrategy):
                 "Use one process with distributed='none', or device='cpu'."
             )
         self._device = device.device
-        self._aborts = self._is_wrapping = self._is_alone = False
+        self._aborts = self._is_wrapping = self._spoke_first = False
         try:
             self._join(device, device.distributed_backend)
         except BaseException:
@@ -118,7 +117,7 @@ class ManyProcesses(DistributionStrategy):
         if self._roll_call is not None:
             self._roll_call.end()
         self._membership.leave(aborts=self._aborts)
-        self._buffers = None
+        self._buffers, self._is_alone = None, False
 
     def align(self, policy: nn.Module) -> None:
         """One broadcast for each parameter and buffer."""
@@ -144,7 +143,7 @@ class ManyProcesses(DistributionStrategy):
             DistributedError: It differs between ranks.
         """
         self._check_alike(policy)
-        self._talks_itself = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
+        self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._is_wrapping = True  # and stays so after an error
         wrapped = self._wrap(policy)
         self._is_wrapping = False
@@ -154,14 +153,14 @@ class ManyProcesses(DistributionStrategy):
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """What ``wrap`` gives. Ranks broadcast in it and do not gather, so that one which fails has no ``excuse``."""
 
-    def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """Refuse to where nobody knows what the others' forwards say to each other, unless these have all failed.
+    def _check_can_stand_in(self) -> None:
+        """Nobody knows what the others' forwards say to each other in a SyncBatchNorm, unless they have failed too.
 
         Raises:
-            DistributedError: The policy has a SyncBatchNorm.
+            DistributedError: The policy has one.
         """
         assert self._roll_call is not None
-        if self._talks_itself and not self._roll_call.all_have_failed():
+        if self._has_sync_batchnorm and not self._roll_call.all_have_left():
             raise DistributedError(
                 "Its SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in for, so "
                 "that they lose this one."
@@ -215,7 +214,7 @@ class ManyProcesses(DistributionStrategy):
         """One gather, of the others' errors if they bring some too."""
         if isinstance(error, (RankFailed, KeyboardInterrupt)):
             return True
-        if not self._membership.is_joined or self._is_wrapping:  # the others do not come to a gather
+        if self._is_alone or self._is_wrapping or not self._membership.is_joined:  # the others come to no gather
             return False
         own = in_words(error)
         try:
@@ -297,6 +296,7 @@ class ManyProcesses(DistributionStrategy):
         try:
             if self._roll_call is not None:
                 self._roll_call.withdraw()
-                self._roll_call.leave_words(str(RankFailed.of(self.rank, in_words(error))))
+                words = str(RankFailed.of(self.rank, in_words(error)))
+                self._spoke_first = self._roll_call.leave_words(words)
         except RuntimeError:  # the store is gone: nobody could read it
             return

@@ -28,7 +28,7 @@ from .lost import first_line
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_SETTLES_S = 0.1
+_GLOO_ENDS_S = 0.1
 _runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
 
 
@@ -70,8 +70,8 @@ class Membership:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not in every build of torch
         from torch.distributed.rendezvous import rendezvous
 
-        atexit.unregister(_settle)  # once a process, and last registered, so that it is called first
-        atexit.register(_settle)
+        atexit.unregister(_let_gloo_end)  # once a process, and last registered, so that it is called first
+        atexit.register(_let_gloo_end)
         self._owns_group = not distributed.is_initialized()
         self._owns_state = not PartialState._shared_state
         options: dict[str, Any] = {}
@@ -163,14 +163,14 @@ class Membership:
         self._owns_group = self._owns_state = False
 
 
-def _settle() -> None:
+def _let_gloo_end() -> None:
     """Before the interpreter ends, let gloo's threads have its lock once more.
 
     A thread takes it to drop the tensor of a collective that it has ended, and if the interpreter is gone by then it
     takes the process down with it (std::terminate, after 1 in 30 runs of 2 processes that ended in an evaluation; torch
     2.13).
     """
-    time.sleep(_SETTLES_S)
+    time.sleep(_GLOO_ENDS_S)
 
 
 def _keep(group: distributed.ProcessGroup) -> None:

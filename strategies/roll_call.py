@@ -60,9 +60,9 @@ class RollCall:
                 return Answers(None, self._without(_PRESENT), self._without(_HERE))
             time.sleep(0.05)
 
-    def leave_words(self, words: str) -> None:
+    def leave_words(self, words: str) -> bool:
         """Leave words for the others, unless somebody was first: the first to say what it was is right."""
-        self._store.compare_set(_LAST_WORDS, "", words)
+        return bool(self._store.compare_set(_LAST_WORDS, "", words) == words.encode())
 
     def note(self, number: int, what: Any) -> None:
         """Keep what this rank is about to do, plain values, for ranks that fail and ask; costs next to nothing.
@@ -94,12 +94,14 @@ class RollCall:
                 raise distributed.DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)
 
-    def all_have_failed(self) -> bool:
-        """Whether every rank has withdrawn, waited for as long as one that is there may take to say so."""
+    def all_have_left(self) -> bool:
+        """Whether every rank has withdrawn; waits ``patience_s`` for those that have not."""
         deadline = time.monotonic() + self.patience_s
-        while not (have := self._store.check(self._keys(_LEFT))) and time.monotonic() < deadline:
+        while not self._store.check(self._keys(_LEFT)):
+            if time.monotonic() > deadline:
+                return False
             time.sleep(_LISTEN_S)
-        return have
+        return True
 
     def withdraw(self) -> None:
         """This rank has failed: what it has noted so far is told, and from now on nothing."""

@@ -59,14 +59,14 @@ class Tears(SGD):
     """Fails on a rank in its fourth step, with one weight multiplied; on rank 0 by what is no Exception.
 
     Args:
-        rank: ``None`` for all, -1 for all with the same words.
+        rank: ``None`` for all.
     """
 
     def __init__(self, parameters: Any, rank: int | None, factor: float) -> None:
         super().__init__(parameters, lr=1e-2, momentum=0.9)
-        fails = rank in (None, -1) or str(rank) == os.environ["RANK"]
+        fails = rank is None or str(rank) == os.environ["RANK"]
         self.left, self.factor = 3 if fails else -1, factor
-        self.kind = BaseException if os.environ["RANK"] == "0" and rank != -1 else RuntimeError
+        self.kind = BaseException if os.environ["RANK"] == "0" else RuntimeError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

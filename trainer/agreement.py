@@ -40,6 +40,11 @@ class Slots(NamedTuple, Generic[T]):
     norm: T  # of all gradients
     scale: T  # of the loss, as this update leaves it
 
+    @property
+    def apart(self) -> T:
+        """Above 0 where ranks have exchanged different things."""
+        return self.most + self.least
+
 
 MAILBOX_SIZE = len(Slots._fields)
 _AGREED = Slots._fields.index("norm")
@@ -72,7 +77,7 @@ class Agreement:
         self._asks = max(self._asks, 1.0 + exit_code)
 
     @property
-    def asks(self) -> int:
+    def asked_exit_code(self) -> int:
         """The exit code with which this rank asks for a stop; 0 too where it asks for none."""
         return max(0, int(self._asks) - 1)
 
@@ -95,21 +100,21 @@ class Agreement:
         slots.goes_on.fill_(float(meets is False))
         slots.next_window.fill_(float(next_window or 0))
         if self._ranks.is_sharded:
-            own = self._ranks.take_fingerprint()
-            slots.most.fill_(-math.inf if self.has_failed else own)
-            slots.least.fill_(-math.inf if self.has_failed else -own)
+            fingerprint = self._ranks.take_fingerprint()
+            slots.most.fill_(-math.inf if self.has_failed else fingerprint)
+            slots.least.fill_(-math.inf if self.has_failed else -fingerprint)
         for slot, own in ((slots.stop, self._asks), (slots.failed, float(self.has_failed))):
             if own:  # only now: until here the slot held the update before
                 slot.fill_(own)
         self._ranks.reduce_max(self._agreed)
         slots.skip.copy_(torch.maximum(slots.skip, 1.0 - slots.has_gradients))
         if self._ranks.is_sharded:
-            slots.skip.copy_(torch.maximum(slots.skip, (slots.most + slots.least).sign()))
+            slots.skip.copy_(torch.maximum(slots.skip, slots.apart.sign()))
 
     def note(self, update: int, said: Slots[float], *, landed: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
         self.meets, self.next_window = bool(said.meets), int(said.next_window)
-        self.differs = self.differs or said.most + said.least > 0
+        self.differs = self.differs or said.apart > 0
         self.apart = self.apart or (landed and bool(said.meets and said.goes_on))
         if not (said.stop or said.failed):
             return

@@ -47,7 +47,7 @@ def end_run(run: Run, loggers: Sequence[Any], aside: ExitStack, error: BaseExcep
     raised = [] if error is None else _each(run.trainer, "on_exception", run.policy, error)
     closing = [*run.endings(), *_each(run.trainer, "teardown", run.policy, "fit"), aside.close]
     status = "success" if error is None else "failed"
-    told = loggers if run.distribution.rank == 0 else ()
+    told = loggers if run.distribution.rank == 0 else ()  # one that is alone has logged nothing
     run_all((*raised, *closing, *(partial(logger.finalize, status) for logger in told)), error)
 
 

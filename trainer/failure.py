@@ -10,8 +10,8 @@ A rank that has failed cannot just leave, since the others would wait for it. It
 In the step of an optimizer or a schedule, the others have an update that it lacks: under DDP theirs is saved, and of
 shards what is left is kept as not exact.
 
-A sharded rank asks the others which collectives they make (strategies/collectives.py). What a forward says to other
-ranks by itself nobody knows, so there they lose it; one that has all weights keeps them, alone (decision 12).
+A sharded rank asks the others which collectives they make (strategies/collectives.py). What a SyncBatchNorm says to
+other ranks nobody knows, so there they lose it; one that has all weights keeps them, alone (decision 12).
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def _others_meet(run: Run) -> bool:
 def fail_with_others(run: Run) -> NoReturn:
     """Save what all ranks have, and end in this rank's error or that of another.
 
-    Not where all have found that the run diverged, of which the checkpoints before it are what is of worth.
+    Not where no rank has the last update whole (``Checkpoint.on_exception`` keeps what there is), nor where all have
+    found that the run diverged, of which the checkpoints before it are what is of worth.
     """
     words = None if run.failure is None else in_words(run.failure)
     own = (words, isinstance(run.failure, TrainingDiverged), run.updater.lacks_update)
@@ -117,21 +118,23 @@ def _forget_failures(run: Run) -> None:
 
     The means of the log, which cannot be told apart any more, begin anew.
     """
-    counters, failures = run.counters, run.updater.failures
-    end = counters.batch_in_epoch
+    counters, failures, end = run.counters, run.updater.failures, run.counters.batch_in_epoch
+    counters.batch_in_epoch = run.position
+    run.place.leave()
     for _ in range(failures):
         counters.batch_in_epoch = run.data.window_start(counters.batch_in_epoch - 1)
     counters.micro_batches -= end - counters.batch_in_epoch
     counters.skipped -= failures
     counters.skipped_in_a_row -= failures
+    if end != counters.batch_in_epoch:
+        run.means = Means()
     if failures:
         outcome = run.updater.outcome
-        run.means = Means()
         run.precision.take_back(failures, None if outcome is None else outcome.scale)
 
 
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
-    rank = next(rank for rank, error in enumerate(errors) if error)
+    rank, words = next((rank, error) for rank, error in enumerate(errors) if error)
     saved = "What was saved can be gone on with once that is mended: --resume."
     if run.keeps_remains:
         saved = (
@@ -139,7 +142,7 @@ def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
             "checkpoint can be gone on with once that is mended: --resume."
         )
     so = f", so all ended after update {run.counters.updates}"
-    return RankFailed.of(rank, errors[rank] or "", so=so, remedy=saved)
+    return RankFailed.of(rank, words, so=so, remedy=saved)
 
 
 def _save_after_failure(run: Run) -> None:

@@ -22,3 +22,7 @@ class Place:
     def enter(self, index: int, end: int, began_at: int) -> None:
         """A micro-batch was drawn."""
         self.index, self.end, self.began_at = index, end, began_at
+
+    def leave(self) -> None:
+        """The window under way is given up."""
+        self.began_at = -1

@@ -76,12 +76,14 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     kind = manifest.get("distribution", run.distribution.name)
     if kind != run.distribution.name:
         report.changed.append(f"distribution was {kind} and is now {run.distribution.name}{_ROUNDED}")
+    saved_alone = len(streams) < ranks_before
     if len(streams) < run.distribution.world_size:
-        which = "new" if len(streams) == ranks_before else "other"  # a rank that was alone saved its own
+        which = "other" if saved_alone else "new"
         report.reset.append(f"the random streams of the {which} ranks, so it is not bit for bit the same run")
     before, now = manifest["device"], run.device.device.type
     if before == now:
-        report.kept.append("the random streams")
+        of_one = " of the rank that saved it alone, for rank 0" if saved_alone else ""
+        report.kept.append(f"the random streams{of_one}")
     else:
         run.streams = {**capture_streams(run.device), **run.streams}
         report.changed.append(f"device was {before} and is now {now}")

@@ -58,10 +58,11 @@ class Run:
     place: Place = field(default_factory=Place)
     #: Why this rank asked for a stop, on which all have to agree.
     asked_to_stop: str | None = None
-    #: The error of this rank for which all end; ``failed`` says that they do, be it for another's.
+    #: The error of this rank for which all end; ``failed`` says that they do, be it for another's, or that this one
+    #: keeps what it has alone.
     failure: BaseException | None = None
     failed: bool = False
-    #: The rank whose weights and states are saved, where all have the same.
+    #: The rank whose weights and states are saved: the first that has all of the last update.
     saves_from: int = 0
     #: Whether what a failure left is to be kept as it is: in the middle of an update that nobody has whole, or on a
     #: rank alone.
@@ -110,6 +111,11 @@ class Run:
     def in_window(self) -> bool:
         """Whether there are micro-batches whose update has not been tried."""
         return self.place.began_at == self.updater.applied
+
+    @property
+    def position(self) -> int:
+        """Micro-batches of the epoch whose update was tried: a window under way comes again after a resume."""
+        return self.data.window_start(self.place.end - 1) if self.in_window else self.counters.batch_in_epoch
 
     # Epochs --------------------------------------------------------------------------------------------------
 
@@ -348,7 +354,7 @@ class Run:
 
     def take_late_stops(self, place: str) -> None:
         """Those that were asked for when no update was left to agree at, as in the last validation or the last save."""
-        asked = self.distribution.gather((self.asked_to_stop, self.updater.agreement.asks), place)
+        asked = self.distribution.gather((self.asked_to_stop, self.updater.agreement.asked_exit_code), place)
         if self.stop_reason is None:
             self.stop_reason = _first([reason for reason, _ in asked])
             self.exit_code = max(self.exit_code, *(code for _, code in asked))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,13 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     if run.keeps_remains:
         optimizers = _common_states(ranks, optimizers)
     outcome = run.updater.outcome
+    of_window = (
+        run.counters.batch_in_epoch - run.position
+    )  # micro-batches without a kept gradient: they come again
+    counters = replace(run.counters, batch_in_epoch=run.position, micro_batches=run.counters.micro_batches - of_window)
     manifest = {
         "run": run.id,
-        "counters": run.counters.to_dict(),
+        "counters": counters.to_dict(),
         "seed": run.seed,
         "precision": run.precision.name,
         "device": run.device.device.type,
@@ -67,13 +72,14 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "metrics_before": run.metrics_before,
         "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
         "lr": float(run.updater.lr),
-        "data": run.data.state(run.counters.epoch, run.counters.batch_in_epoch),
+        "data": run.data.state(counters.epoch, counters.batch_in_epoch),
     }
     config, schedules = policy_config(run.policy), [s.state_dict() for s in run.schedules]
     # A run that was resumed and has not drawn a batch yet still has its streams to come.
     own_streams = capture_streams(run.device) if run.streams is None else run.streams
     streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
-    sums = ranks.gather(run.means.state_dict(), "save_checkpoint(), which collects means")
+    own_sums = {} if of_window else run.means.state_dict()  # which come again, and cannot be told apart
+    sums = ranks.gather(own_sums, "save_checkpoint(), which collects means")
     callbacks["means"] = added(sums)
     if len(sums) > 1:
         callbacks["means_of_ranks"] = sums

@@ -75,7 +75,7 @@ class Updater:
         self.applied = 0
         #: Whether an error left weights and optimizer of this rank in the middle of an update that the others made.
         self.lacks_update = False
-        #: Updates that came to nothing since a rank had failed or sums did not fit together; the last ones of a run.
+        #: Updates that came to nothing because a rank had failed or sums did not fit; they are the last ones of a run.
         self.failures = 0
         #: What each micro-batch since the last update brought to the loss, by the number of its draw.
         self.losses: dict[int, Tensor] = {}
@@ -329,7 +329,7 @@ class Updater:
             return "failed"
         if self._together and not said.has_gradients:
             return "no_gradients"
-        if self._together and said.most + said.least > 0:
+        if self._together and said.apart > 0:
             return "not_alike"
         return "non_finite" if said.non_finite or said.edited else "norm_overflow"
 

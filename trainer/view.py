@@ -104,14 +104,14 @@ class RunView:
 
     @property
     def can_save(self) -> bool:
-        """Whether a save would find all ranks: alone always, else not once an error took one away."""
+        """Whether a save waits for nobody: in one process, where all ranks end together, or on one that is alone."""
         if self.distribution.world_size == 1 or self._status in ("running", "completed", "stopped"):
             return True
         return self._active.failed
 
     @property
     def keeps_remains(self) -> bool:
-        """Whether what a failure left is to be kept as not exact, since ranks have no common moment to save."""
+        """Whether what a failure left is to be kept as not exact: no rank has the update whole, or it is alone."""
         return self._active.keeps_remains
 
     @property

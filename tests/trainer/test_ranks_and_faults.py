@@ -28,11 +28,6 @@ from policyfit.trainer import beginning
 from policyfit.trainer.checkpoint import read_checkpoint
 from policyfit.trainer.pieces import Pieces
 
-
-def job(folder: str, distributed: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return train(f"{folder}/run", distributed, **settings)
-
-
 # Random streams ----------------------------------------------------------------------------------------------
 
 
