@@ -106,6 +106,12 @@ class DDP(ManyProcesses):
         except RuntimeError as error:
             if not _is_unfinished(error):
                 raise
+            named = dict(self._door.policy.named_parameters())
+            if replaced := [name for name, parameter in self._trainable if named.get(name) is not parameter]:
+                raise ConfigError(
+                    f"These parameters have been replaced since the run began, by others that no optimizer moves: "
+                    f"{some(replaced)}.\nFill them in place (parameter.data.copy_(new))."
+                ) from error
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             names = [self._trainable[int(index)][0] for index in found[1].split()] if found else []
             raise ConfigError(
@@ -138,19 +144,23 @@ class DDP(ManyProcesses):
         it has.
         """
         self._check_can_stand_in()
-        try:
-            if closes:
-                self._backward_of_zero(module, self._trained())
-        except RuntimeError as error:
-            if not _is_unfinished(error):
-                raise
-            with _without_hooks(self._trained()):
-                for parameter in (p for p in self._trained() if p.requires_grad):
-                    try:
-                        _nothing(parameter).backward()  # type: ignore[no-untyped-call]
-                    except RuntimeError as said:
-                        if "mark a variable ready only once" not in in_words(said):
-                            raise
+        with _thawed(self._trained()):  # what this rank has frozen since, on the others it has a gradient
+            try:
+                if closes:
+                    self._backward_of_zero(module, self._trained())
+            except RuntimeError as error:
+                if not _is_unfinished(error):
+                    raise
+                self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        with _without_hooks(self._trained()):
+            for parameter in self._trained():
+                try:
+                    _nothing(parameter).backward()  # type: ignore[no-untyped-call]
+                except RuntimeError as said:
+                    if "mark a variable ready only once" not in in_words(said):
+                        raise
 
     def stay_alone(self) -> bool:
         """It has all weights; of several that have failed the first to say so keeps them."""
@@ -191,6 +201,18 @@ def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for found, before in zip(hooks, kept, strict=True):
             found.update(before)
+
+
+@contextmanager
+def _thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _nothing(parameter: Tensor) -> Tensor:

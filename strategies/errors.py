@@ -79,6 +79,11 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def add_note(error: BaseException, words: str) -> None:
+    """As ``error.add_note``, which one that is a frozen dataclass does not take."""
+    vars(error).setdefault("__notes__", []).append(words)
+
+
 _LONGEST = 10_000  # characters; more than the others of a run need, and less than what carries them can take
 
 

@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import itertools
 import os
+import sys
 import time
 import warnings
 from datetime import timedelta
@@ -49,6 +50,7 @@ class Membership:
     def __init__(self, timeout: float, meeting_timeout: float) -> None:
         self._limit, self._meeting_limit = timedelta(seconds=timeout), timedelta(seconds=meeting_timeout)
         self._owns_group = self._owns_state = False
+        self._excepthooks = (sys.excepthook, sys.excepthook)  # what was before torch's, and torch's
         self._groups: list[distributed.ProcessGroup] = []
         self._meetings: list[distributed.ProcessGroup] = []  # those of them that are for Python values
 
@@ -75,7 +77,7 @@ class Membership:
         self._owns_group = not distributed.is_initialized()
         self._owns_state = not PartialState._shared_state
         options: dict[str, Any] = {}
-        threads = torch.get_num_threads()
+        threads, excepthook = torch.get_num_threads(), sys.excepthook
         try:
             if self._owns_group:
                 store, rank, size = next(iter(rendezvous("env://", timeout=self._limit)))
@@ -96,6 +98,7 @@ class Membership:
             ) from error
         finally:
             torch.set_num_threads(threads)
+            self._excepthooks = (excepthook, sys.excepthook)
         if not distributed.is_initialized() or state.num_processes != distributed.get_world_size():
             raise DistributedError(
                 f"accelerate was already set up in this process, for {state.num_processes} process(es), so that it "
@@ -144,6 +147,9 @@ class Membership:
         Args:
             aborts: Not to wait for what is under way in them.
         """
+        before, torchs = self._excepthooks
+        if not aborts and sys.excepthook is torchs:  # else the error under way is to be shown by it
+            sys.excepthook = before
         if self._owns_group and distributed.is_initialized():
             for group in self._groups:
                 if aborts or group not in self._meetings:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..strategies.errors import DistributedError, in_words
+from ..strategies.errors import DistributedError, add_note, in_words
 from ..strategies.lost import is_lost
 from .run import Run
 from .together import Telling
@@ -33,7 +33,7 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
             if first is None:
                 first = failure
             elif not (isinstance(first, DistributedError) and is_lost(failure)):  # which says once more what first says
-                first.add_note(f"While this was handled, another error came: {in_words(failure)}")
+                add_note(first, f"While this was handled, another error came: {in_words(failure)}")
     if first is not error and first is not None:
         raise first
 

@@ -24,10 +24,11 @@ from typing import NoReturn
 import torch
 
 from ..strategies.distributed import RankFailed
-from ..strategies.errors import TrainingDiverged, in_words
+from ..strategies.errors import TrainingDiverged, add_note, in_words
 from .ending import run_all
 from .metrics import Means
 from .run import Run
+from .state import has_all_that_moves
 
 
 def end_together(run: Run, error: BaseException) -> None:
@@ -56,11 +57,11 @@ def end_together(run: Run, error: BaseException) -> None:
         told = ranks.excuse(error)
     except Exception as second:
         if not ranks.is_lost(second):  # else the others have ended, by this same error perhaps
-            error.add_note(f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
+            add_note(error, f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
         told = False
     if not told:
         place.meeting = False  # they do not come there any more
-        run.failed = run.keeps_remains = ranks.stay_alone()
+        run.failed = run.keeps_remains = not run.updater.lacks_update and ranks.stay_alone()
         _forget_failures(run)
         raise error
     run.failure = error
@@ -94,7 +95,8 @@ def fail_with_others(run: Run) -> NoReturn:
     found that the run diverged, of which the checkpoints before it are what is of worth.
     """
     words = None if run.failure is None else in_words(run.failure)
-    own = (words, isinstance(run.failure, TrainingDiverged), run.updater.lacks_update)
+    lacks_update = run.updater.lacks_update or not has_all_that_moves(run)
+    own = (words, isinstance(run.failure, TrainingDiverged), lacks_update)
     errors, diverged, lack_update = zip(*run.distribution.gather(own, "the end of a run that failed"), strict=True)
     whole = _whole_rank(run, lack_update)
     run.saves_from, run.keeps_remains = whole or 0, whole is None

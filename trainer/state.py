@@ -42,9 +42,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     if run.keeps_remains:
         optimizers = _common_states(ranks, optimizers)
     outcome = run.updater.outcome
-    of_window = (
-        run.counters.batch_in_epoch - run.position
-    )  # micro-batches without a kept gradient: they come again
+    of_window = run.counters.batch_in_epoch - run.position  # micro-batches without a kept gradient: they come again
     counters = replace(run.counters, batch_in_epoch=run.position, micro_batches=run.counters.micro_batches - of_window)
     manifest = {
         "run": run.id,
@@ -140,8 +138,11 @@ def save(
     run.saver.wait()
     run.updater.settle()
     run.distribution.release()
-    _check_held(run)
-    run.updater.divergence.check_finite(counts=run.keeps_remains or not run.updater.lacks_update)
+    is_source = run.distribution.rank == run.saves_from  # after a failure, of what is whole on each rank
+    counts = is_source or not run.failed or run.keeps_remains or run.distribution.is_sharded
+    if counts:
+        _check_held(run)
+    run.updater.divergence.check_finite(counts=counts)
     extra: dict[str, Any] = {}
     run.callbacks.call("on_save_checkpoint", run.trainer, run.policy, extra)
     folder = run.run_dir / "checkpoints" / f"{run.counters.step:06d}" if path is None else Path(path)
@@ -187,12 +188,20 @@ def save(
     return folder
 
 
+def has_all_that_moves(run: Run) -> bool:
+    """Whether the policy still has the parameters that updates move."""
+    return _held(run) <= {id(p) for p in run.policy.parameters()}
+
+
+def _held(run: Run) -> set[int]:
+    return {id(p) for o in run.updater.optimizers for group in o.param_groups for p in group["params"]}
+
+
 def _check_held(run: Run) -> None:
     """Refuse to save a policy that has other parameters than those that updates move."""
-    held = {id(p) for o in run.updater.optimizers for group in o.param_groups for p in group["params"]}
-    named = list(run.policy.named_parameters())
-    if not held <= {id(p) for _, p in named}:
-        new = [name for name, p in named if p.requires_grad and id(p) not in held]
+    if not has_all_that_moves(run):
+        held = _held(run)
+        new = [name for name, p in run.policy.named_parameters() if p.requires_grad and id(p) not in held]
         others = f", and not its {some(new)}" if new else ""
         raise CheckpointError(
             f"At step {run.counters.step} the optimizer moves parameters that {type(run.policy).__name__} no longer "

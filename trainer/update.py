@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import DistributedError, in_words, some
+from ..strategies.errors import DistributedError, add_note, in_words, some
 from ..strategies.mailbox import Mailbox
 from .agreement import Agreement, Slots
 from .counters import Counters
@@ -194,8 +194,8 @@ class Updater:
         self._slots.skip.fill_(1.0)
         self._distribution.sync_buffers(failed=True)
         self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
-        self.applied += 1
         self._gradients.clip(gradients)  # by value, or without the guard, its norm is one more collective
+        self.applied += 1
         self._move_scale_and_send()
         self._close(partial(self._read, None, (), drawn, {}))
 
@@ -268,7 +268,7 @@ class Updater:
                 raise
             except BaseException as failure:
                 if error is not None:
-                    error.add_note(f"Another callback failed too: {in_words(failure)}")
+                    add_note(error, f"Another callback failed too: {in_words(failure)}")
                 error = error or failure
         if self.agreement.has_failed:  # an error of its own ends this rank
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -25,6 +26,17 @@ def test_every_step_is_taken_and_the_first_failure_is_raised() -> None:
     assert raised.value is first
     assert taken == [1, 2, 3]
     assert first.__notes__ == ["While this was handled, another error came: KeyError: 'second'"]
+
+
+@dataclass(frozen=True)
+class Framed(Exception):
+    words: str
+
+
+def test_a_failure_beside_an_error_that_is_a_frozen_dataclass_is_told() -> None:
+    error = Framed("the cause")
+    run_all([failing(OSError("on the way"))], error)
+    assert error.__notes__ == ["While this was handled, another error came: OSError: on the way"]
 
 
 def test_the_error_under_way_stays_the_one_that_is_told() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics
+from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, Tears
 from processes import outcomes_of, run
 from ranks import SAMPLES, Policy, Samples, job, same, train, weights
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
@@ -340,16 +343,18 @@ class Talks(Policy):
 
 
 def talked(
-    folder: str, distributed: str, fails_at: int, ranks: str = "1", resume: str | None = None, factor: float = 1.0
-) -> list[str]:
+    folder: str, distributed: str, fails_at: int, ranks: str = "1", resume: str | None = None, factor: float = 1.0,
+    tears: int | None = None,
+) -> list[str]:  # fmt: skip
     # Torch's wrapper refuses the layer on a CPU.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
     trainer = Trainer(
         "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=distributed,
-        callbacks=[Checkpoint(every_steps=2)],
+        callbacks=[Checkpoint(every_steps=2 if tears is None else 3)],
     )  # fmt: skip
+    optimizer: Any = AdamW if tears is None else partial(Tears, rank=tears, factor=2.0)
     try:
-        trainer.fit(Talks(fails_at, ranks, factor), Samples(), resume=resume)
+        trainer.fit(Talks(fails_at, ranks, factor), Samples(), resume=resume, optimizer=optimizer)
     except Exception as error:
         return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     return [trainer.plan.text()]
@@ -388,6 +393,32 @@ def test_rank_alone_whose_weights_are_not_finite_keeps_nothing_and_waits_for_nob
     own = run(talked, str(tmp_path), "ddp", 7, "1", None, math.nan, limit_s=15.0)[1]
     assert own[0] == "RuntimeError: only on this rank"
     assert "TrainingDiverged: At step 3 these are inf or NaN and are not saved: last.bias." in own[2]
+
+
+def test_rank_alone_that_lacks_an_update_keeps_nothing(tmp_path: Path) -> None:
+    own = run(talked, str(tmp_path), "ddp", -1, "1", None, 1.0, 1, limit_s=15.0)[1]
+    assert own[0] == "RuntimeError: in the middle of a step"
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["000003", "last"]
+
+
+class DiesBeforeAStep(Callback):
+    """Rank 0 is killed in the window in which rank 1 fails."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, policy: Any, optimizer: Any) -> None:
+        if trainer.is_main and trainer.micro_batches == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed_beside_a_death(folder: str) -> None:
+    with pytest.raises(RuntimeError, match="only on this rank"):
+        train(f"{folder}/run", "ddp", steps=30, every=50, extra=[Fails(1, "on_after_backward", 5), DiesBeforeAStep()])
+
+
+def test_rank_that_fails_where_another_dies_keeps_what_it_has_and_no_sample_is_left_out(tmp_path: Path) -> None:
+    ranks = outcomes_of(failed_beside_a_death, str(tmp_path), limit_s=40.0)
+    assert [rank.exit_code for rank in ranks] == [-9, 0], ranks[1].error
+    counters = read_checkpoint(tmp_path / "run" / "checkpoints" / "000005-exception").manifest["counters"]
+    assert {counters[name] for name in ("step", "micro_batches", "batch_in_epoch")} == {5}
 
 
 @pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
