@@ -82,6 +82,8 @@ class OverflowReport(Callback):
             rank = outcome.bad_loss_rank
             loss_finite, whose = rank is None, " of every rank" if rank is None else f" of rank {rank}"
         message = _message(outcome, names, where, loss_finite, whose)
+        if not names and trainer.distribution.world_size > 1:
+            message += ", or a callback has made it so on another rank"
         fields: dict[str, Any] = {
             "update": outcome.update,
             "reason": outcome.reason,

@@ -144,7 +144,8 @@ class DDP(ManyProcesses):
         it has.
         """
         self._check_can_stand_in()
-        with _thawed(self._trained()):  # what this rank has frozen since, on the others it has a gradient
+        # What this rank has frozen since has a gradient on the others, which wait for it, unless they look for unused.
+        with _thawed([] if self.find_unused_parameters else self._trained()):
             try:
                 if closes:
                     self._backward_of_zero(module, self._trained())
@@ -155,7 +156,7 @@ class DDP(ManyProcesses):
 
     def _finish_backward(self) -> None:
         with _without_hooks(self._trained()):
-            for parameter in self._trained():
+            for parameter in (p for p in self._trained() if p.requires_grad):
                 try:
                     _nothing(parameter).backward()  # type: ignore[no-untyped-call]
                 except RuntimeError as said:

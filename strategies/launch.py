@@ -58,10 +58,11 @@ def check_launch(name: str, facts: MachineFacts) -> None:
             "torch.distributed.\nUse one process with distributed='none', or a build that has it."
         )
     if (world := world_size(facts)) < 2:
+        size = facts.variable("WORLD_SIZE")
+        launcher = "a launcher" if size is None else "at least two processes"
         raise DistributedError(
-            f"distributed={name!r} was requested, but this is one process (WORLD_SIZE is "
-            f"{facts.variable('WORLD_SIZE') or 'not set'}).\n"
-            f"Start it with a launcher, for instance: {COMMAND}"
+            f"distributed={name!r} was requested, but this is one process (WORLD_SIZE is {size or 'not set'}).\n"
+            f"Start it with {launcher}, for instance: {COMMAND}"
         )
     missing = [variable for variable in RENDEZVOUS if not facts.variable(variable)]
     if missing:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _GLOO_ENDS_S = 0.1
+_AGENT_ANSWERS = timedelta(seconds=30)
 _runs = itertools.count()  # each run of a process has its own names in the store, which the ranks count alike
 
 
@@ -77,10 +78,14 @@ class Membership:
         self._owns_group = not distributed.is_initialized()
         self._owns_state = not PartialState._shared_state
         options: dict[str, Any] = {}
-        threads, excepthook = torch.get_num_threads(), sys.excepthook
+        # torchrun's agent holds the store before it starts a rank: one that is not there has gone.
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        patience = min(self._limit, _AGENT_ANSWERS) if has_agent else self._limit
+        threads, excepthook, began = torch.get_num_threads(), sys.excepthook, time.monotonic()
         try:
             if self._owns_group:
-                store, rank, size = next(iter(rendezvous("env://", timeout=self._limit)))
+                store, rank, size = next(iter(rendezvous("env://", timeout=patience)))
+                store.set_timeout(self._limit)
                 # torchrun's agent keeps its store when it starts the ranks again: without the attempt in the name they
                 # would find the addresses of those that died.
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -93,8 +98,9 @@ class Membership:
                 state = PartialState(cpu=device.type == "cpu", **options)
         except RuntimeError as error:  # torch's own DistError, or what gloo raises
             raise DistributedError(
-                f"The processes of this run did not find each other within {self._limit.total_seconds():g} s: "
-                f"{first_line(error)}.\nLook whether every rank was started and reaches MASTER_ADDR:MASTER_PORT."
+                f"The processes of this run did not find each other within {time.monotonic() - began:.0f} s: "
+                f"{first_line(error)}.\nLook whether every rank was started and reaches MASTER_ADDR:MASTER_PORT, and "
+                "whether its launcher still runs."
             ) from error
         finally:
             torch.set_num_threads(threads)

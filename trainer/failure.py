@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 
 from ..strategies.distributed import RankFailed
-from ..strategies.errors import TrainingDiverged, add_note, in_words
+from ..strategies.errors import TrainingDiverged, add_note, in_words, some
 from .ending import run_all
 from .metrics import Means
 from .run import Run
@@ -95,12 +95,19 @@ def fail_with_others(run: Run) -> NoReturn:
     found that the run diverged, of which the checkpoints before it are what is of worth.
     """
     words = None if run.failure is None else in_words(run.failure)
+    run.distribution.release()  # so that its parameters are those which updates move
     lacks_update = run.updater.lacks_update or not has_all_that_moves(run)
-    own = (words, isinstance(run.failure, TrainingDiverged), lacks_update)
-    errors, diverged, lack_update = zip(*run.distribution.gather(own, "the end of a run that failed"), strict=True)
+    own = (words, isinstance(run.failure, TrainingDiverged), lacks_update, run.updater.left_out)
+    errors, diverged, lack_update, left_out = zip(
+        *run.distribution.gather(own, "the end of a run that failed"), strict=True
+    )
     whole = _whole_rank(run, lack_update)
     run.saves_from, run.keeps_remains = whole or 0, whole is None
     error = run.failure or _failure_of_another(run, errors)
+    if run.updater.agreement.differs:
+        for rank, names in enumerate(left_out):
+            if names:
+                add_note(error, f"Rank {rank} left out: {some(names)}.")
     _forget_failures(run)
     if not run.keeps_remains and not all(diverged):
         run_all((partial(_save_after_failure, run),), error)
@@ -143,8 +150,7 @@ def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
             "It was in the middle of that update, with weights or states that no other process has. The last "
             "checkpoint can be gone on with once that is mended: --resume."
         )
-    so = f", so all ended after update {run.counters.updates}"
-    return RankFailed.of(rank, words, so=so, remedy=saved)
+    return RankFailed.of(rank, words, so=f", so all ended after update {run.counters.updates}", remedy=saved)
 
 
 def _save_after_failure(run: Run) -> None:

@@ -35,10 +35,11 @@ class CheckpointEntry:
 
 
 def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
-    """The checkpoints of a run by name, every file compared with its checksum."""
+    """The checkpoints of a run by name, and what errors left, every file compared with its checksum."""
     checkpoints = run_dir / "checkpoints"
     last = (checkpoints / "last").resolve().name
-    return [_entry(folder, folder.name == last) for folder in sorted(step_folders(checkpoints))]
+    folders = [*step_folders(checkpoints), *checkpoints.glob("*-exception")]
+    return [_entry(folder, folder.name == last) for folder in sorted(folders)]
 
 
 def _entry(folder: Path, is_last: bool) -> CheckpointEntry:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies.device import DeviceStrategy
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.errors import CheckpointError, ConfigError, PrecisionError
 from ..strategies.fabric import FabricPlugin
-from ..strategies.facts import probe
+from ..strategies.facts import MachineFacts, probe
 from ..strategies.precision import PrecisionStrategy
 from ..strategies.tree import map_tensors
 from .checkpoint import CheckpointState, fill, read_checkpoint
@@ -63,9 +63,7 @@ def load(
         model = _weights(saved, weights, folder)
     facts = probe()
     place = resolve_device(device, facts).value
-    compute = resolve_precision(
-        saved.manifest["precision"] if precision is None else precision, place.device, facts
-    ).value
+    compute = _precision(precision, saved.manifest["precision"], place, facts)
     fill(filled, model, folder)
     warning = compute.check_native(place.device, facts)
     if warning is not None:
@@ -77,6 +75,20 @@ def load(
     if callable(getattr(filled, "select_action", None)):
         _make_act(filled, place, compute)
     return filled
+
+
+def _precision(
+    asked: str | PrecisionStrategy | FabricPlugin | None, of_run: str, place: DeviceStrategy, facts: MachineFacts
+) -> PrecisionStrategy:
+    try:
+        return resolve_precision(of_run if asked is None else asked, place.device, facts).value
+    except PrecisionError as error:
+        if asked is not None:
+            raise
+        raise PrecisionError(
+            f"The run's precision, {of_run}, is not to be had on {place.name}: {error}\n"
+            "Or act in float32, which the weights are kept in: load(..., precision='no')."
+        ) from error
 
 
 def _weights(saved: CheckpointState, name: str, checkpoint: Path) -> dict[str, Tensor]:

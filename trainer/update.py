@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import DistributedError, add_note, in_words, some
+from ..strategies.errors import DistributedError, add_note, in_words
 from ..strategies.mailbox import Mailbox
 from .agreement import Agreement, Slots
 from .counters import Counters
@@ -85,7 +85,8 @@ class Updater:
             for optimizer in self.optimizers:  # the fused kernels hold still when it is exactly 1.0
                 optimizer.found_inf = self._slots.skip  # type: ignore[attr-defined]
         self._pending: Callable[[], Outcome] | None = None
-        self._left_out: list[str] = []  # of the update applied last
+        #: Trainable parameters without a part in the losses of the update applied last, as far as this rank knows.
+        self.left_out: list[str] = []
         self._outcome: Outcome | None = None
         self._scale_used: float | None = None  # the loss scale of the update that is settled next
         #: Whether ``on_update_end`` is under way, in which some callbacks have seen the update and some have not.
@@ -131,7 +132,7 @@ class Updater:
         if self._together:
             meets = is_due_at(self.aimed_step)  # user code, so before the first collective of the agreement
             self._distribution.sync_buffers()
-            self._left_out = self._distribution.left_out
+            self.left_out = self._distribution.left_out
             self.agreement.reach(losses.values(), meets=meets, next_window=next_window)
         self.applied += 1
         read = partial(self._read, norms, self._gradients.names(gradients), drawn, losses)
@@ -287,15 +288,12 @@ class Updater:
             )
 
     def _not_alike(self, outcome: Outcome) -> DistributedError:
-        error = DistributedError(
+        return DistributedError(
             f"In update {outcome.update} the ranks of a sharded run did not use the same units and parameters, so that "
             "what they summed does not belong together. It moved nothing.\nUse all in every forward (zero times what "
             "is left out is enough) and drop blocks alike on all ranks, or use distributed='ddp', for parameters that "
             "some ranks leave out with DDP(find_unused_parameters=True)."
         )
-        if self._left_out:
-            error.add_note(f"Rank {self._distribution.rank} left out: {some(self._left_out)}.")
-        return error
 
     def _forget_states(self) -> None:
         """Have no optimizer keep a state that it made in the last update: nothing moved, and a rank has not made it."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from distribution_contract import CPU, PROMISES, Toy, all_samples, assert_equal,
 from processes import outcomes_of, run
 from torch import Tensor, nn
 
+from policyfit.strategies import membership
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.device import CPUDevice
 from policyfit.strategies.fsdp import FSDP
@@ -253,6 +256,20 @@ def test_ranks_that_do_not_find_each_other_give_up_in_time() -> None:
     (kind, message), _ = run(wait_for_a_rank_that_never_comes)
     assert kind == "DistributedError"
     assert message.startswith("The processes of this run did not find each other within 2 s")
+
+
+def outlive_the_launcher() -> tuple[str, str]:
+    membership._AGENT_ANSWERS = timedelta(seconds=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    return error_of(lambda: DDP().setup(CPU))
+
+
+def test_ranks_whose_launcher_has_gone_do_not_wait_for_it() -> None:
+    for kind, message in run(outlive_the_launcher, limit_s=20.0):
+        assert kind == "DistributedError"
+        assert "The client socket has timed out after 1000ms" in message
 
 
 def take_the_wrong_device() -> tuple[str, str]:

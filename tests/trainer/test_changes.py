@@ -667,6 +667,7 @@ def test_what_an_error_left_is_kept_marked_and_taken_only_when_named(tmp_path: P
     counters = {name: kept.manifest["counters"][name] for name in ("step", "micro_batches", "batch_in_epoch")}
     assert counters == {"step": 3, "micro_batches": 6, "batch_in_epoch": 6}  # the window under way comes again
     assert (kept.manifest["exact"], kept.callbacks["means"]) == (False, {})
+    assert [entry.name for entry in list_checkpoints(tmp_path)] == ["000002", "000003-exception"]
     assert saved(tmp_path, 2).manifest["exact"] is True
     assert (tmp_path / "checkpoints" / "last").resolve().name == "000002"
 
