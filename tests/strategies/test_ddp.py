@@ -249,17 +249,17 @@ def test_group_that_was_there_is_used_and_left() -> None:
 def wait_for_a_rank_that_never_comes() -> tuple[str, str]:
     if os.environ["RANK"] == "1":
         return "", ""
-    return error_of(lambda: DDP(timeout=2).setup(CPU))
+    return error_of(lambda: DDP(timeout=1).setup(CPU))
 
 
 def test_ranks_that_do_not_find_each_other_give_up_in_time() -> None:
     (kind, message), _ = run(wait_for_a_rank_that_never_comes)
     assert kind == "DistributedError"
-    assert message.startswith("The processes of this run did not find each other within 2 s")
+    assert message.startswith("The processes of this run did not find each other within 1 s")
 
 
 def outlive_the_launcher() -> tuple[str, str]:
-    membership._AGENT_ANSWERS = timedelta(seconds=1)
+    membership._AGENT_ANSWERS = timedelta(seconds=0.2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
@@ -269,7 +269,7 @@ def outlive_the_launcher() -> tuple[str, str]:
 def test_ranks_whose_launcher_has_gone_do_not_wait_for_it() -> None:
     for kind, message in run(outlive_the_launcher, limit_s=20.0):
         assert kind == "DistributedError"
-        assert "The client socket has timed out after 1000ms" in message
+        assert "The client socket has timed out after 200ms" in message
 
 
 def take_the_wrong_device() -> tuple[str, str]:
@@ -288,7 +288,7 @@ def test_rank_on_the_device_of_another_is_refused() -> None:
 
 
 def train_until_something_happens(what: str) -> tuple[str, bool, int]:
-    strategy = DDP(timeout=3 if what == "sleep" else 60)
+    strategy = DDP(timeout=2 if what == "sleep" else 60)
     strategy.setup(CPU)
     policy = Toy()
     module = strategy.wrap(policy)
@@ -299,7 +299,7 @@ def train_until_something_happens(what: str) -> tuple[str, bool, int]:
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what == "sleep":
-                    time.sleep(4.8)
+                    time.sleep(3.8)
                 if what == "raise":
                     raise ValueError("a bad sample")
             policy.zero_grad()
@@ -334,7 +334,7 @@ def test_rank_that_is_busy_elsewhere_is_named_when_the_time_is_up() -> None:
     first, _ = outcomes_of(train_until_something_happens, "sleep", limit_s=40)
     message = first.value[0]
     assert message.startswith("A collective failed; Rank 1 did not join it. The error was RuntimeError: ")
-    assert "use DDP(timeout=...) with more than 3 seconds" in message
+    assert "use DDP(timeout=...) with more than 2 seconds" in message
 
 
 def lose_the_store() -> str:

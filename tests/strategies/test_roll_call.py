@@ -12,7 +12,7 @@ from policyfit.strategies.roll_call import RollCall
 def test_call_tells_who_is_gone_and_who_is_elsewhere() -> None:
     store = HashStore()
     caller, listener = RollCall(store, 0, 3), RollCall(store, 1, 3)
-    assert caller.call(2.0) == (None, [2], [1, 2])
+    assert caller.call(0.6) == (None, [2], [1, 2])
     caller.end()
     listener.end()
 

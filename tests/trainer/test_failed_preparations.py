@@ -148,7 +148,7 @@ def interrupted(distributed: str, method: str) -> tuple[str, bool]:
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    strategy: Any = FSDP(timeout=3.0) if distributed == "fsdp" else DDP(timeout=3.0)
+    strategy: Any = FSDP(timeout=1.5) if distributed == "fsdp" else DDP(timeout=1.5)
     if os.environ["RANK"] == "1":
         setattr(strategy._membership if method == "new_meeting" else strategy, method, interrupt)
     try:

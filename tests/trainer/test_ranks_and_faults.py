@@ -276,7 +276,7 @@ class SlowWalk(Walk):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if os.environ["RANK"] == "0":
-            time.sleep(4.5)
+            time.sleep(2.6)
         return super().reset(seed=seed, options=options)
 
 
@@ -292,7 +292,7 @@ class RollsSlowly(Rolls):
 
 def rolling_slowly(folder: str) -> int:
     trainer = Trainer(
-        "cpu", max_steps=4, batch_size=4, run_dir=folder, distributed=FSDP(timeout=3.0), callbacks=[RollsSlowly(2)]
+        "cpu", max_steps=4, batch_size=4, run_dir=folder, distributed=FSDP(timeout=2.0), callbacks=[RollsSlowly(2)]
     )
     trainer.fit(Policy(), Samples())
     return trainer.step

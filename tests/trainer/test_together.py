@@ -266,13 +266,10 @@ def test_run_that_goes_on_with_more_ranks_says_what_an_update_has_now(tmp_path: 
         train(f"{tmp_path}/run", "none", steps=5, batch_size=2, resume="last")
 
 
-def test_three_and_four_ranks_load_what_two_saved_in_shards(tmp_path: Path) -> None:
+def test_three_ranks_go_on_with_what_two_saved_in_shards(tmp_path: Path) -> None:
     run(job, str(tmp_path), "fsdp", {"steps": 3, "batch_size": 12})
-    for steps, count in ((4, 3), (5, 4)):
-        results = run(
-            job, str(tmp_path), "fsdp", {"steps": steps, "batch_size": 24 // count, "resume": "last"}, ranks=count
-        )
-        assert {result["step"] for result in results} == {steps}
+    results = run(job, str(tmp_path), "fsdp", {"steps": 5, "batch_size": 8, "resume": "last"}, ranks=3)
+    assert {result["step"] for result in results} == {5}
     one = alone(tmp_path, steps=5, batch_size=24)
     close(weights(results[0]), weights(one))
 
