@@ -114,7 +114,7 @@ def _run(writer: Connection, file: str, name: str, arguments: tuple[Any, ...], e
     os.environ.update(environment)
     torch.set_num_threads(1)
     # These ranks are on one machine, and are many in a suite.
-    roll_call.RollCall.patience_s, roll_call._LISTEN_S = 1.5, 0.05
+    roll_call.RollCall.patience_s, roll_call._LISTEN_S = 1.0, 0.05
     try:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         assert spec is not None
