@@ -138,7 +138,7 @@ class Callback:
         """``checkpoint`` is what ``on_save_checkpoint`` left; weights and states are already restored."""
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
-        """The run completed or was stopped (``trainer.status`` says which), or ranks failed and save what they have."""
+        """The run completed or was stopped (``trainer.status`` says which), or ranks failed and save what all have."""
 
     def on_exception(self, trainer: Trainer, policy: nn.Module, exception: BaseException) -> None:
         """The run failed or was interrupted; the exception goes on its way afterwards."""

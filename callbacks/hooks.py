@@ -26,8 +26,8 @@
                 on_due                         for each callback that answers due(step) with True; Checkpoint last
         the last update is settled -> on_update_end
         on_train_epoch_end
-    on_fit_end                                 it completed or was stopped, or ranks failed and what they have is saved
-    on_exception                               with the exception: instead of on_fit_end, or after it where that saved
+    on_fit_end                                 it completed or was stopped, or ranks failed and save what all have
+    on_exception                               with the exception: instead of on_fit_end, or after it in that case
     teardown                                   always, last
 
 ``on_save_checkpoint`` comes inside ``trainer.save_checkpoint()``; ``on_rollout_start`` and ``on_rollout_end``

@@ -154,7 +154,7 @@ class ManyProcesses(DistributionStrategy):
         """What ``wrap`` gives. Ranks broadcast in it and do not gather, so that one which fails has no ``excuse``."""
 
     def _check_can_stand_in(self) -> None:
-        """Nobody knows what the others' forwards say to each other in a SyncBatchNorm, unless they have failed too.
+        """Refuse where the forwards of ranks that are at work talk in a SyncBatchNorm: nobody knows what they say.
 
         Raises:
             DistributedError: The policy has one.
@@ -162,8 +162,8 @@ class ManyProcesses(DistributionStrategy):
         assert self._roll_call is not None
         if self._has_sync_batchnorm and not self._roll_call.all_have_left():
             raise DistributedError(
-                "Its SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in for, so "
-                "that they lose this one."
+                "The policy's SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in "
+                "for, so that they lose this one."
             )
 
     # Agreeing ------------------------------------------------------------------------------------------------

@@ -59,10 +59,10 @@ def check_launch(name: str, facts: MachineFacts) -> None:
         )
     if (world := world_size(facts)) < 2:
         size = facts.variable("WORLD_SIZE")
-        launcher = "a launcher" if size is None else "at least two processes"
+        needed = "at least two processes" if size else "a launcher"
         raise DistributedError(
             f"distributed={name!r} was requested, but this is one process (WORLD_SIZE is {size or 'not set'}).\n"
-            f"Start it with {launcher}, for instance: {COMMAND}"
+            f"Start it with {needed}, for instance: {COMMAND}"
         )
     missing = [variable for variable in RENDEZVOUS if not facts.variable(variable)]
     if missing:

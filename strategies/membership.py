@@ -51,7 +51,7 @@ class Membership:
     def __init__(self, timeout: float, meeting_timeout: float) -> None:
         self._limit, self._meeting_limit = timedelta(seconds=timeout), timedelta(seconds=meeting_timeout)
         self._owns_group = self._owns_state = False
-        self._excepthooks = (sys.excepthook, sys.excepthook)  # what was before torch's, and torch's
+        self._excepthooks = (sys.excepthook, sys.excepthook)  # before torch joins, which sets its own, and after
         self._groups: list[distributed.ProcessGroup] = []
         self._meetings: list[distributed.ProcessGroup] = []  # those of them that are for Python values
 

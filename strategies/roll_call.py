@@ -61,7 +61,7 @@ class RollCall:
             time.sleep(0.05)
 
     def leave_words(self, words: str) -> bool:
-        """Leave words for the others, unless somebody was first: the first to say what it was is right."""
+        """Leave words for the others, unless some were left, since the first are right; whether these are the ones."""
         return bool(self._store.compare_set(_LAST_WORDS, "", words) == words.encode())
 
     def note(self, number: int, what: Any) -> None:

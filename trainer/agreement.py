@@ -41,7 +41,7 @@ class Slots(NamedTuple, Generic[T]):
     scale: T  # of the loss, as this update leaves it
 
     @property
-    def apart(self) -> T:
+    def unlike(self) -> T:
         """Above 0 where ranks have exchanged different things."""
         return self.most + self.least
 
@@ -109,12 +109,12 @@ class Agreement:
         self._ranks.reduce_max(self._agreed)
         slots.skip.copy_(torch.maximum(slots.skip, 1.0 - slots.has_gradients))
         if self._ranks.is_sharded:
-            slots.skip.copy_(torch.maximum(slots.skip, slots.apart.sign()))
+            slots.skip.copy_(torch.maximum(slots.skip, slots.unlike.sign()))
 
     def note(self, update: int, said: Slots[float], *, landed: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
         self.meets, self.next_window = bool(said.meets), int(said.next_window)
-        self.differs = self.differs or said.apart > 0
+        self.differs = self.differs or said.unlike > 0
         self.apart = self.apart or (landed and bool(said.meets and said.goes_on))
         if not (said.stop or said.failed):
             return

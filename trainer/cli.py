@@ -46,7 +46,7 @@ PRINT_CONFIG = "print the run as resolved, which means the same when it is fed b
 RUN_FILES = (".yaml", ".yml", ".json")
 LONGEST_LINE = 1200  # characters; of a longer one the middle is left out
 _EXIT_DELAY_S = 3.0
-_START_DELAY_S = 10.0  # by which ranks may come to the same error at their start; a launcher ends them at the first
+_UNTOLD_DELAY_S = 10.0  # for an error that ranks did not tell each other: rank 0 may come to the same, or lose this one
 NO_VERIFY = "compare the sizes of the checkpoint's files, not their checksums"
 
 
@@ -108,7 +108,7 @@ def _tell(error: BaseException, *, known: bool) -> None:
         time.sleep(2 * _EXIT_DELAY_S)  # longer than the rank that failed, whose exit code is to be the run's
     elif not prints():
         # For rank 0, which has the same error or tells of this one.
-        time.sleep(_START_DELAY_S if is_told is None else _EXIT_DELAY_S)
+        time.sleep(_UNTOLD_DELAY_S if is_told is None else _EXIT_DELAY_S)
         if is_told is None:
             _show(error, known=known)
 

@@ -61,8 +61,9 @@ def end_together(run: Run, error: BaseException) -> None:
         told = False
     if not told:
         place.meeting = False  # they do not come there any more
-        run.failed = run.keeps_remains = not run.updater.lacks_update and ranks.stay_alone()
-        _forget_failures(run)
+        if not run.updater.lacks_update and ranks.stay_alone():
+            run.failed = run.keeps_remains = True
+            _forget_failures(run)
         raise error
     run.failure = error
     run.end_failed()
@@ -96,8 +97,8 @@ def fail_with_others(run: Run) -> NoReturn:
     """
     words = None if run.failure is None else in_words(run.failure)
     run.distribution.release()  # so that its parameters are those which updates move
-    lacks_update = run.updater.lacks_update or not has_all_that_moves(run)
-    own = (words, isinstance(run.failure, TrainingDiverged), lacks_update, run.updater.left_out)
+    run.updater.lacks_update |= not has_all_that_moves(run)
+    own = (words, isinstance(run.failure, TrainingDiverged), run.updater.lacks_update, run.updater.left_out)
     errors, diverged, lack_update, left_out = zip(
         *run.distribution.gather(own, "the end of a run that failed"), strict=True
     )
@@ -128,6 +129,8 @@ def _forget_failures(run: Run) -> None:
     The means of the log, which cannot be told apart any more, begin anew.
     """
     counters, failures, end = run.counters, run.updater.failures, run.counters.batch_in_epoch
+    if failures or run.in_window:
+        run.means = Means()
     counters.batch_in_epoch = run.position
     run.place.leave()
     for _ in range(failures):
@@ -135,8 +138,6 @@ def _forget_failures(run: Run) -> None:
     counters.micro_batches -= end - counters.batch_in_epoch
     counters.skipped -= failures
     counters.skipped_in_a_row -= failures
-    if end != counters.batch_in_epoch:
-        run.means = Means()
     if failures:
         outcome = run.updater.outcome
         run.precision.take_back(failures, None if outcome is None else outcome.scale)

@@ -84,6 +84,7 @@ class Gradients:
 
     def stand_in(self) -> list[Tensor]:
         """One zero for those of a rank that has failed, with which it makes up the checks that the others make."""
+        # Of the type that the others have, whatever the default is by now.
         zero = [torch.zeros(1, dtype=torch.float32, device=self._slots.norm.device)]
         while self._checks_left > 0:
             self.check(zero)

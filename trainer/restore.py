@@ -89,8 +89,8 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
         report.changed.append(f"device was {before} and is now {now}")
         report.reset.append("the device's random stream, so it is not bit for bit the same run")
     inexact = (
-        "it was saved after an error, when random streams, running statistics, a window or a part of the weights had "
-        "moved on, so this is not bit for bit the run that was begun"
+        "it was saved after an error or inside a window, when random streams, running statistics or a part of the "
+        "weights had moved on, so this is not bit for bit the run that was begun"
     )
     return [
         f"resumed from {checkpoint} at step {counters.step}",

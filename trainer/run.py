@@ -62,7 +62,7 @@ class Run:
     #: keeps what it has alone.
     failure: BaseException | None = None
     failed: bool = False
-    #: The rank whose weights and states are saved: the first that has all of the last update.
+    #: The rank whose weights and states are saved: the first that has all of the last update, or 0.
     saves_from: int = 0
     #: Whether what a failure left is to be kept as it is: in the middle of an update that nobody has whole, or on a
     #: rank alone.
@@ -145,7 +145,7 @@ class Run:
             self._take_agreement()
             return
         if self.updater.agreement.next_window:
-            self.place.meeting = False
+            self.place.meeting = False  # the others go on to another window
             raise DistributedError(
                 f"The data of rank {self.distribution.rank} gives {counters.batch_in_epoch} micro-batches in epoch "
                 f"{counters.epoch}, and that of another rank more: it would wait for this one.\n"

@@ -76,7 +76,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     # A run that was resumed and has not drawn a batch yet still has its streams to come.
     own_streams = capture_streams(run.device) if run.streams is None else run.streams
     streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
-    own_sums = {} if of_window else run.means.state_dict()  # which come again, and cannot be told apart
+    own_sums = {} if run.in_window else run.means.state_dict()  # of what comes again too, which cannot be told apart
     sums = ranks.gather(own_sums, "save_checkpoint(), which collects means")
     callbacks["means"] = added(sums)
     if len(sums) > 1:
@@ -138,8 +138,7 @@ def save(
     run.saver.wait()
     run.updater.settle()
     run.distribution.release()
-    is_source = run.distribution.rank == run.saves_from  # after a failure, of what is whole on each rank
-    counts = is_source or not run.failed or run.keeps_remains or run.distribution.is_sharded
+    counts = run.keeps_remains or not run.updater.lacks_update  # else those of another rank are saved
     if counts:
         _check_held(run)
     run.updater.divergence.check_finite(counts=counts)

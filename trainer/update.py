@@ -196,7 +196,7 @@ class Updater:
         self._distribution.sync_buffers(failed=True)
         self.agreement.reach(self._take_losses().values(), meets=None, next_window=None)
         self._gradients.clip(gradients)  # by value, or without the guard, its norm is one more collective
-        self.applied += 1
+        self.applied += 1  # only now: until here a rank may be lost, and the window is open
         self._move_scale_and_send()
         self._close(partial(self._read, None, (), drawn, {}))
 
@@ -296,7 +296,7 @@ class Updater:
         )
 
     def _forget_states(self) -> None:
-        """Have no optimizer keep a state that it made in the last update: nothing moved, and a rank has not made it."""
+        """Have no optimizer keep a state that it made in the last update: nothing moved."""
         for optimizer, before in zip(self.optimizers, self._states, strict=True):
             for parameter in list(optimizer.state)[before:]:
                 del optimizer.state[parameter]
@@ -327,7 +327,7 @@ class Updater:
             return "failed"
         if self._together and not said.has_gradients:
             return "no_gradients"
-        if self._together and said.apart > 0:
+        if self._together and said.unlike > 0:
             return "not_alike"
         return "non_finite" if said.non_finite or said.edited else "norm_overflow"
 

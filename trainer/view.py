@@ -104,7 +104,7 @@ class RunView:
 
     @property
     def can_save(self) -> bool:
-        """Whether a save waits for nobody: in one process, where all ranks end together, or on one that is alone."""
+        """Whether a save finds all it needs: while the run goes on, where all ranks end together, on one alone."""
         if self.distribution.world_size == 1 or self._status in ("running", "completed", "stopped"):
             return True
         return self._active.failed

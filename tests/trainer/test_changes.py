@@ -642,13 +642,14 @@ class Fails(Callback):
         self.after = after
 
     def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
+        trainer.log("mine", 1.0)
         if trainer.micro_batches == self.after:
             raise RuntimeError("the camera is gone")
 
 
-def fail(run_dir: Path, checkpoint: Checkpoint) -> None:
+def fail(run_dir: Path, checkpoint: Checkpoint, after: int = 7) -> None:
     trainer = Trainer(
-        "cpu", max_steps=9, batch_size=4, accumulate=2, seed=7, run_dir=run_dir, callbacks=[Fails(7), checkpoint]
+        "cpu", max_steps=9, batch_size=4, accumulate=2, seed=7, run_dir=run_dir, callbacks=[Fails(after), checkpoint]
     )
     with pytest.raises(RuntimeError, match="the camera is gone") as caught:
         trainer.fit(Policy(), Samples(), optimizer=lambda p: AdamW(p, lr=1e-2))
@@ -660,8 +661,9 @@ def test_error_saves_nothing_unless_that_was_asked_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000002", "last"]
 
 
-def test_what_an_error_left_is_kept_marked_and_taken_only_when_named(tmp_path: Path) -> None:
-    fail(tmp_path, Checkpoint(every_steps=2, save_on_exception=True))
+@pytest.mark.parametrize("after", [6, 7])  # in the first micro-batch of a window, and in its second
+def test_what_an_error_left_is_kept_marked_and_taken_only_when_named(tmp_path: Path, after: int) -> None:
+    fail(tmp_path, Checkpoint(every_steps=2, save_on_exception=True), after)
     folder = tmp_path / "checkpoints" / "000003-exception"
     kept = read_checkpoint(folder)
     counters = {name: kept.manifest["counters"][name] for name in ("step", "micro_batches", "batch_in_epoch")}

@@ -27,7 +27,7 @@ BLOCK = 12 * 12 + 12
 
 def commands(folder: str, *each: list[str]) -> list[Said]:
     os.chdir(folder)
-    cli._EXIT_DELAY_S = cli._START_DELAY_S = 0.1
+    cli._EXIT_DELAY_S = cli._UNTOLD_DELAY_S = 0.1
     return [policyfit(*words) for words in each]
 
 
@@ -108,7 +108,7 @@ def test_what_fails_on_one_rank_before_it_meets_the_others_is_shown_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for delay in ("_EXIT_DELAY_S", "_START_DELAY_S"):
+    for delay in ("_EXIT_DELAY_S", "_UNTOLD_DELAY_S"):
         monkeypatch.setattr(cli, delay, 0.1)
     launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in launched.items():

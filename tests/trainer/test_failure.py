@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, Tears
+from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics
 from processes import outcomes_of, run
 from ranks import SAMPLES, Policy, Samples, job, same, train, weights
-from torch import Tensor, nn
-from torch.distributed import all_reduce
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
 from policyfit.strategies.ddp import DDP
 from policyfit.strategies.fsdp import FSDP
-from policyfit.strategies.roll_call import RollCall
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -318,93 +310,6 @@ def test_run_that_diverged_on_all_ranks_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-class Synced(nn.SyncBatchNorm):
-    """The same on a CPU, which torch's is not for: a mean of all ranks, and no more."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(dim=0)
-        all_reduce(mean)
-        return x - mean / 2
-
-
-class Talks(Policy):
-    """Its forward talks to the other ranks, and fails on some in its middle, of which the others cannot know."""
-
-    def __init__(self, fails_at: int, ranks: str, factor: float) -> None:
-        super().__init__()
-        self.add_module("norm", Synced(12, affine=False))
-        self.left, self.factor = fails_at if os.environ["RANK"] in ranks else -1, factor
-        self.first.register_forward_hook(self._fail)
-
-    @torch.no_grad()
-    def _fail(self, *_: Any) -> None:
-        self.left -= 1
-        if self.left == -1:
-            self.last.bias.mul_(self.factor)
-            raise RuntimeError("only on this rank")
-
-
-def talked(
-    folder: str, distributed: str, fails_at: int, ranks: str = "1", resume: str | None = None, factor: float = 1.0,
-    tears: int | None = None,
-) -> list[str]:  # fmt: skip
-    if ranks != "01":  # where all fail they are waited for
-        RollCall.patience_s = 0.3
-    # Torch's wrapper refuses the layer on a CPU.
-    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
-    trainer = Trainer(
-        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=distributed,
-        callbacks=[Checkpoint(every_steps=2 if tears is None else 3)],
-    )  # fmt: skip
-    optimizer: Any = AdamW if tears is None else partial(Tears, rank=tears, factor=2.0)
-    try:
-        trainer.fit(Talks(fails_at, ranks, factor), Samples(), resume=resume, optimizer=optimizer)
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    return [trainer.plan.text()]
-
-
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_under_ddp_keeps_what_it_has(
-    tmp_path: Path, distributed: str
-) -> None:
-    others, own = run(talked, str(tmp_path), distributed, 7, limit_s=20.0)
-    assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
-    assert own[0] == "RuntimeError: only on this rank"
-    assert "Its SyncBatchNorm talks to the other ranks in the forward" in own[1]
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 2
-    kept = checkpoints / "000003-exception"
-    assert kept.exists() == (distributed == "ddp")
-    if distributed == "ddp":
-        mended, _ = run(talked, str(tmp_path / "mended"), "ddp", -1, "1", str(kept), limit_s=20.0)
-        assert "the random streams of the rank that saved it alone, for rank 0" in mended[0]
-        assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
-        run(talked, str(tmp_path / "straight"), "ddp", -1, limit_s=20.0)
-        ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
-        same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
-
-
-def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_have(tmp_path: Path) -> None:
-    ends = run(talked, str(tmp_path), "ddp", 7, "12", ranks=3, limit_s=20.0)
-    assert ends[0][0].startswith("RanksLost: Rank ")
-    assert [len(end) for end in ends] == [1, 2, 2]  # with no note but that they could not be stood in for
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["000002", "000003-exception", "last"]
-
-
-def test_rank_alone_whose_weights_are_not_finite_keeps_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
-    own = run(talked, str(tmp_path), "ddp", 7, "1", None, math.nan, limit_s=15.0)[1]
-    assert own[0] == "RuntimeError: only on this rank"
-    assert "TrainingDiverged: At step 3 these are inf or NaN and are not saved: last.bias." in own[2]
-
-
-def test_rank_alone_that_lacks_an_update_keeps_nothing(tmp_path: Path) -> None:
-    own = run(talked, str(tmp_path), "ddp", -1, "1", None, 1.0, 1, limit_s=15.0)[1]
-    assert own[0] == "RuntimeError: in the middle of a step"
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["000003", "last"]
-
-
 class DiesBeforeAStep(Callback):
     """Rank 0 is killed in the window in which rank 1 fails."""
 
@@ -423,13 +328,6 @@ def test_rank_that_fails_where_another_dies_keeps_what_it_has_and_no_sample_is_l
     assert [rank.exit_code for rank in ranks] == [-9, 0], ranks[1].error
     counters = read_checkpoint(tmp_path / "run" / "checkpoints" / "000005-exception").manifest["counters"]
     assert {counters[name] for name in ("step", "micro_batches", "batch_in_epoch")} == {5}
-
-
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path, distributed: str) -> None:
-    ends = run(talked, str(tmp_path), distributed, 7, "01", limit_s=20.0)
-    assert ends == [["RuntimeError: only on this rank"]] * 2
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
 
 
 def killed(folder: str, distributed: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from failing import Fails
 from processes import run
 from ranks import Block, Policy, Rolls, Samples, close, same, train
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-# B042: the average of the weights ---------------------------------------------------------------------------------
+# The average of the weights -----------------------------------------------------------------------------------
 
 
 class Frail(Policy):
@@ -128,17 +129,17 @@ def test_an_average_that_fails_on_one_rank_leaves_all_ranks_their_own_weights(tm
         same(left.models["ema"], straight.models["ema"])
 
 
-# B095, B096: a full disk ------------------------------------------------------------------------------------------
+# A full disk --------------------------------------------------------------------------------------------------
 
 
 class Fills(Callback):
-    """From step 3 on, the disk of one rank takes one file more, and no other."""
+    """From step 3 on, the disk of rank 0 takes one file more, and no other; of another's shard in test_shards.py."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.left, self.write = rank, 1, checkpoint_files.save_file  # type: ignore[attr-defined]
+    def __init__(self) -> None:
+        self.left, self.write = 1, checkpoint_files.save_file  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
-        if trainer.distribution.rank == self.rank and trainer.step == 3:
+        if trainer.is_main and trainer.step == 3:
             trainer._active.saver.wait()  # that of step 2 is to be complete
             checkpoint_files.save_file = self._write  # type: ignore[attr-defined,assignment]
 
@@ -152,15 +153,12 @@ class Fills(Callback):
         checkpoint_files.save_file = self.write  # type: ignore[attr-defined]
 
 
-FULL = [("ddp", 0), ("fsdp", 0)]  # of another rank's shard in test_shards.py
-
-
 def filled(folder: str) -> list[tuple[str, list[str], str, int]]:
     found = []
-    for kind, rank in FULL:
-        run_dir, text = f"{folder}/{kind} {rank}", ""
+    for kind in ("ddp", "fsdp"):
+        run_dir, text = f"{folder}/{kind}", ""
         try:
-            train(run_dir, ranks_of(kind), steps=40, extra=[Fills(rank)], ema=True)
+            train(run_dir, ranks_of(kind), steps=40, extra=[Fills()], ema=True)
         except Exception as error:
             text = str(error)
         left, link = names_in(Path(run_dir)), str(Path(run_dir, "checkpoints", "last").readlink())
@@ -169,16 +167,15 @@ def filled(folder: str) -> list[tuple[str, list[str], str, int]]:
 
 
 def test_a_disk_that_fills_up_in_a_save_in_the_background_ends_all_with_the_checkpoint_before(tmp_path: Path) -> None:
-    for found in zip(FULL, *run(filled, str(tmp_path), limit_s=60.0), strict=True):
-        (kind, rank), *ranks = found
+    for kind, *ranks in zip(("ddp", "fsdp"), *run(filled, str(tmp_path), limit_s=60.0), strict=True):
         for text, left, link, step in ranks:
-            shard = f"_shard_{rank}" if kind == "fsdp" else ""
-            assert f"model{shard}.safetensors could not be written: [Errno 28] No space left on device" in text
+            file = f"model{'_shard_0' if kind == 'fsdp' else ''}.safetensors"
+            assert f"{file} could not be written: [Errno 28] No space left on device" in text
             assert (left, link, step) == (["000002", "last"], "000002", 4)
-        assert names_in(tmp_path / f"{kind} {rank}") == ["000002", "000004", "last"]
+        assert names_in(tmp_path / kind) == ["000002", "000004", "last"]
 
 
-# B098: who looks at the disk --------------------------------------------------------------------------------------
+# Who looks at the disk ----------------------------------------------------------------------------------------
 
 LOOKS = ("stat", "lstat", "readlink", "listdir", "scandir", "access")
 
@@ -222,7 +219,7 @@ def test_rank_0_alone_looks_for_checkpoints_and_another_at_the_one_it_named_and_
         assert bool(written) == (kind == "fsdp")
 
 
-# B099: a compiled policy ------------------------------------------------------------------------------------------
+# A compiled policy --------------------------------------------------------------------------------------------
 
 
 def compiled(folder: str) -> int:
@@ -255,7 +252,7 @@ def test_checkpoints_of_a_compiled_policy_in_shards_are_those_of_the_bare_one(tm
         same(found.optimizers[0]["state"][index], entry)
 
 
-# B169: the switches of the process --------------------------------------------------------------------------------
+# The switches of the process ----------------------------------------------------------------------------------
 
 HOOKS = {
     "ddp": ("setup", "on_train_batch_start", "on_after_backward", "on_due", "on_fit_end", "teardown"),
@@ -263,14 +260,10 @@ HOOKS = {
 }
 
 
-class Upsets(Callback):
+class Upsets(Fails):
     """Turns the switches of one rank, and raises there, in one hook."""
 
-    def __init__(self, rank: int, hook: str) -> None:
-        self.rank, self.hook = rank, hook
-        setattr(self, hook, self._upset)
-
-    def _upset(self, trainer: Trainer, *_: Any) -> None:
+    def _fail(self, trainer: Trainer, *_: Any) -> None:
         if trainer.distribution.rank == self.rank:
             torch.use_deterministic_algorithms(False)
             torch.backends.cudnn.benchmark = True
@@ -280,16 +273,6 @@ class Upsets(Callback):
 
     def due(self, step: int) -> bool:
         return step == 2
-
-    def setup(self, *_: Any) -> None: ...
-    def on_fit_start(self, *_: Any) -> None: ...
-    def on_train_batch_start(self, *_: Any) -> None: ...
-    def on_before_backward(self, *_: Any) -> None: ...
-    def on_after_backward(self, *_: Any) -> None: ...
-    def on_validation_batch_end(self, *_: Any) -> None: ...
-    def on_due(self, *_: Any) -> None: ...
-    def on_fit_end(self, *_: Any) -> None: ...
-    def teardown(self, *_: Any) -> None: ...
 
 
 class Notes(Callback):
@@ -331,7 +314,7 @@ def upset(folder: str) -> tuple[dict[str, list[str]], list[str]]:
             try:
                 Trainer(
                     "cpu", max_steps=3, val_every=2, batch_size=4, deterministic=True, distributed=ranks_of(kind),
-                    run_dir=f"{folder}/{kind} {hook}", callbacks=[notes, Upsets(number % 2, hook), Checkpoint(2)],
+                    run_dir=f"{folder}/{kind} {hook}", callbacks=[notes, Upsets(number % 2, hook, 0), Checkpoint(2)],
                 ).fit(Policy(), Samples(), Samples())  # fmt: skip
             except RuntimeError as raised:
                 error = str(raised)
@@ -351,7 +334,7 @@ def test_whatever_hook_fails_on_one_rank_the_switches_of_all_processes_come_back
         assert {"deterministic", "signals", "workers", "joined"} <= set(turned)
 
 
-# B177: a parameter that is another, or trained no more -------------------------------------------------------------
+# A parameter that is another, or trained no more --------------------------------------------------------------
 
 
 class Changes(Policy):
@@ -405,7 +388,7 @@ def test_a_parameter_that_one_rank_replaces_or_freezes_ends_all_in_order_by_its_
         assert last(tmp_path / f"{kind} {how} {rank}").manifest["counters"]["step"] == 2
 
 
-# B178: a frozen backbone in 16 bits -------------------------------------------------------------------------------
+# A frozen backbone in 16 bits ---------------------------------------------------------------------------------
 
 
 class Grafted(Policy):
