@@ -63,11 +63,11 @@ def assert_moved_alike(ranks: list[dict[str, Any]], distributed: str) -> None:
 
 
 def edited(folder: str, distributed: str, precision: str) -> dict[str, Any]:
-    from ranks import Edits
+    from ranks import Edits, Events
 
-    return train(
-        f"{folder}/run", distributed, precision=precision, steps=5, extra=[Edits(rank=1, update=2)], keeps=True
-    )
+    told, edits = Events("overflow"), Edits(rank=1, update=2)
+    result = train(f"{folder}/run", distributed, precision=precision, steps=5, extra=[edits, told], keeps=True)
+    return {**result, "told": told.messages}
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -82,6 +82,9 @@ def test_gradient_that_goes_bad_after_the_reduction_on_one_rank_skips_on_all(
     assert scales == ({None} if precision == "no" else {256.0, 512.0})  # an edit says nothing about the scale
     assert all(math.isfinite(float(value.sum())) for value in weights(ranks[0]).values())
     assert_moved_alike(ranks, distributed)
+    elsewhere = "a gradient was inf or NaN before on_before_optimizer_step, and is not any more, or a callback has made"
+    here = "the loss of every rank was finite, but 1 of 8 gradients were not finite"
+    assert ranks[0]["told"][0].startswith(elsewhere if distributed == "ddp" else here)
 
 
 def overflowing(folder: str, distributed: str, rank: int) -> dict[str, Any]:
