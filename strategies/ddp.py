@@ -45,6 +45,7 @@ class DDP(ManyProcesses):
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._has_summed = False  # whether the micro-batch that failed has made its sums
 
     @property
     def options(self) -> dict[str, Any]:
@@ -121,6 +122,7 @@ class DDP(ManyProcesses):
             ) from error
         thawed = [name for name, p in self._frozen if p.grad is not None]
         if thawed:
+            self._has_summed = True
             raise ConfigError(
                 "These parameters were frozen when the run began and have thawed since, but DDP averages the gradients "
                 f"only of what could be trained then: {some(thawed)}.\nBegin with all that is ever trained thawed, "
@@ -144,11 +146,15 @@ class DDP(ManyProcesses):
         it has.
         """
         self._check_can_stand_in()
+        if self._has_summed:
+            self._has_summed = False
+            return
         # What this rank has frozen since has a gradient on the others, which wait for it, unless they look for unused.
-        with _thawed([] if self.find_unused_parameters else self._trained()):
+        frozen = [] if self.find_unused_parameters else self._trained()
+        with torch.inference_mode(False), torch.enable_grad(), _thawed(frozen):  # gradients may have been left off
             try:
                 if closes:
-                    self._backward_of_zero(module, self._trained())
+                    self._backward_of_zero(module, [*self._trained(), *self._door.nobodys])
             except RuntimeError as error:
                 if not _is_unfinished(error):
                     raise

@@ -47,6 +47,7 @@ class Membership:
     world_size: int
     world: distributed.ProcessGroup
     store: Store
+    _left: tuple[Any, Any] = (None, None)  # the excepthooks of the run before, as ``_excepthooks``
 
     def __init__(self, timeout: float, meeting_timeout: float) -> None:
         self._limit, self._meeting_limit = timedelta(seconds=timeout), timedelta(seconds=meeting_timeout)
@@ -81,6 +82,7 @@ class Membership:
         # torchrun's agent holds the store before it starts a rank: one that is not there has gone.
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         patience = min(self._limit, _AGENT_ANSWERS) if has_agent else self._limit
+        _restore_excepthook()
         threads, excepthook, began = torch.get_num_threads(), sys.excepthook, time.monotonic()
         try:
             if self._owns_group:
@@ -153,9 +155,9 @@ class Membership:
         Args:
             aborts: Not to wait for what is under way in them.
         """
-        before, torchs = self._excepthooks
-        if not aborts and sys.excepthook is torchs:  # else the error under way is to be shown by it
-            sys.excepthook = before
+        Membership._left = self._excepthooks
+        if not aborts:  # else the error under way is to be shown by torch's
+            _restore_excepthook()
         if self._owns_group and distributed.is_initialized():
             for group in self._groups:
                 if aborts or group not in self._meetings:
@@ -173,6 +175,13 @@ class Membership:
 
             AcceleratorState._reset_state(reset_partial_state=True)
         self._owns_group = self._owns_state = False
+
+
+def _restore_excepthook() -> None:
+    """Take off torch's of a run that was left, which would say the rank once more in each line of a traceback."""
+    before, torchs = Membership._left
+    if before is not None and sys.excepthook is torchs:
+        sys.excepthook = before
 
 
 def _let_gloo_end() -> None:

@@ -80,6 +80,13 @@ class Carried:
         is_of_a_source = state is not None and "source" in state
         self._loaded = None if is_of_a_source and self.source is None else state
 
+    def keep_loaded(self, epoch: int, number: int) -> None:
+        """The loaded state is that of this place, for a checkpoint that asks before another is noted."""
+        if self._loaded is not None and "source" in self._loaded and not self._loaded["ended"]:
+            streams = self._loaded["streams"]
+            inside = None if streams is None else OwnStreams.unpacked(streams)
+            self._kept[epoch, number] = {**self._loaded, "streams": inside}
+
     def epoch_is_over(self) -> bool:
         """Whether the loaded state is that of the end of its epoch; then the next one goes on from it."""
         if self._loaded is None or not self._loaded["ended"]:

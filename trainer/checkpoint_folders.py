@@ -12,6 +12,7 @@ from .checkpoint_files import sync_folder
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"[0-9]{1,18}")
+EXCEPTION = "-exception"  # after the step, of what an error left
 SIBLING = re.compile(r"\.(?P<name>.+)\.(?P<purpose>writing|replaced|deleting)-[0-9a-f]{8}")
 
 
@@ -28,8 +29,9 @@ def sibling(folder: Path, purpose: str) -> Path:
 def publish(temporary: Path, folder: Path) -> None:
     """Give the finished ``temporary`` its name; a checkpoint that has it makes way only then."""
     if not is_checkpoint(folder):
-        if STEP_NAME.fullmatch(folder.name) and folder.parent.name == "checkpoints" and folder.is_dir():
-            folder.rename(f"{folder}.damaged-{secrets.token_hex(4)}")  # a step's, without its manifest
+        is_of_a_step = STEP_NAME.fullmatch(folder.name.removesuffix(EXCEPTION))
+        if is_of_a_step and folder.parent.name == "checkpoints" and folder.is_dir():
+            folder.rename(f"{folder}.damaged-{secrets.token_hex(4)}")  # without its manifest
         temporary.rename(folder)  # refused by the system where something else is
         sync_folder(folder.parent)
         return

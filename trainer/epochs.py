@@ -81,6 +81,7 @@ class TrainingData(ABC):
         self._stop()
         if self._carried.epoch_is_over():
             return iter(())
+        self._carried.keep_loaded(epoch, start)
         self._running = self._windows(epoch, start)
         return self._running
 

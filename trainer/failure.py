@@ -110,7 +110,8 @@ def fail_with_others(run: Run) -> NoReturn:
             if names:
                 add_note(error, f"Rank {rank} left out: {some(names)}.")
     _forget_failures(run)
-    if not run.keeps_remains and not all(diverged):
+    has_moved = not run.resumed or run.counters.step > run.resumed_step  # else there is that checkpoint, perhaps exact
+    if has_moved and not run.keeps_remains and not all(diverged):
         run_all((partial(_save_after_failure, run),), error)
     run.place.meeting = False  # the others end in this error too, so it is brought to no gather any more
     raise error

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from ..strategies.errors import ConfigError
+from ..strategies.errors import ConfigError, in_words
 from .rng import derive_seed
 from .sampler import Draw, Draws, name_of, set_epoch
 from .shares import Part
@@ -92,7 +92,7 @@ class KeyedSamples:
 
     def _failure(self, what: str, draw: Draw, error: Exception) -> RuntimeError:
         of = f"{what} of {name_of(self._dataset)} could not be made in epoch {draw.epoch}"
-        return RuntimeError(f"{of}: {type(error).__name__}: {error}")
+        return RuntimeError(f"{of}: {in_words(error)}")
 
     def _seed_for(self, draw: Draw, position: int, index: Any) -> None:
         if draw.number is None:

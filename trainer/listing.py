@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..strategies.errors import CheckpointError
-from .checkpoint_folders import MANIFEST
+from .checkpoint_folders import EXCEPTION, MANIFEST
 from .manifest import check_files, damaged, read_manifest
 from .newest import step_folders
 from .packing import loads, unpack
@@ -38,7 +38,7 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
     """The checkpoints of a run by name, and what errors left, every file compared with its checksum."""
     checkpoints = run_dir / "checkpoints"
     last = (checkpoints / "last").resolve().name
-    folders = [*step_folders(checkpoints), *checkpoints.glob("*-exception")]
+    folders = [*step_folders(checkpoints), *checkpoints.glob(f"*{EXCEPTION}")]
     return [_entry(folder, folder.name == last) for folder in sorted(folders)]
 
 

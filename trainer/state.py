@@ -129,6 +129,11 @@ def save(
         raise CallbackError(
             f"save_checkpoint() was called in on_update_end, which some callbacks have seen and others not.\n{_PLACES}"
         )
+    if run.updater.is_uncounted:
+        raise CallbackError(
+            "save_checkpoint() was called in on_before_zero_grad, when the weights have moved and the step is not "
+            f"counted yet.\n{_PLACES}"
+        )
     if not run.is_open:
         raise CallbackError(
             f"save_checkpoint() was called before the run has begun, when callbacks have not started.\n{_PLACES}"

@@ -91,6 +91,8 @@ class Updater:
         self._scale_used: float | None = None  # the loss scale of the update that is settled next
         #: Whether ``on_update_end`` is under way, in which some callbacks have seen the update and some have not.
         self.settling = False
+        #: Whether the weights may have moved and nothing tells of it yet, in ``on_before_zero_grad``.
+        self.is_uncounted = False
         #: The step that the update applied last makes if it lands; exact, since all before it are settled.
         self.aimed_step = counters.step + 1
         #: The learning rate with which the last settled update moved the weights.
@@ -145,9 +147,11 @@ class Updater:
                 self._close(read)
             raise
         self._move_scale_and_send()
+        self.is_uncounted = True
         try:
             self._call(self._before_zero_grad)
         finally:  # on the other ranks, and on the device, the update is made
+            self.is_uncounted = False
             self._close(read)
 
     def _call(self, hooks: Sequence[Callable[..., None]]) -> None:
