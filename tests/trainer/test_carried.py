@@ -163,6 +163,27 @@ def test_resume_at_every_step_goes_on_with_the_next_sample(tmp_path: Path, kind:
         assert_equal(policy.state_dict(), straight.state_dict())
 
 
+class Fails(Callback):
+    def on_after_backward(self, trainer: Trainer, policy: nn.Module) -> None:
+        raise RuntimeError("the camera is gone")
+
+
+@pytest.mark.parametrize("kind", ["iterable", "sampler", "loader"])
+def test_error_in_the_first_window_after_a_resume_keeps_where_the_source_stands(tmp_path: Path, kind: str) -> None:
+    _, all_seen, _ = fit(tmp_path / "straight", SOURCES[kind](), 1, 9)
+    trainer = Trainer(
+        "cpu", max_steps=9, batch_size=4, seed=1, run_dir=tmp_path / "run",
+        callbacks=[Fails(), Checkpoint(save_on_exception=True)],
+    )  # fmt: skip
+    from_second_epoch = tmp_path / "straight" / "checkpoints" / "000007"
+    with pytest.raises(RuntimeError, match="the camera is gone"):
+        trainer.fit(Policy(), SOURCES[kind](), optimizer=lambda p: SGD(p, lr=1e-3), resume=from_second_epoch)
+    kept = str(tmp_path / "run" / "checkpoints" / "000007-exception")
+    _, seen, _ = fit(tmp_path / "mended", SOURCES[kind](), 1, 9, resume=kept)
+    assert [row[0] for row in seen.rows] == [row[0] for row in all_seen.rows[-len(seen.rows) :]]
+    assert len(seen.rows) == 8
+
+
 @pytest.mark.parametrize("kind", ["iterable", "sampler", "loader"])
 def test_seen_samples_are_not_read_again(tmp_path: Path, kind: str) -> None:
     fit(tmp_path, SOURCES[kind](), 1, 3)

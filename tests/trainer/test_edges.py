@@ -251,6 +251,7 @@ class SavesEarly(Callback):
     ("hook", "why"),
     [
         ("on_update_end", "in on_update_end, which some callbacks have seen and others not"),
+        ("on_before_zero_grad", "in on_before_zero_grad, when the weights have moved and the step is not counted yet"),
         ("setup", "before the run has begun, when callbacks have not started"),
     ],
 )

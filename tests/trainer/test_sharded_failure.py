@@ -48,6 +48,7 @@ def resumed_first(folder: str) -> list[str]:
             texts.append("")
         except Exception as error:
             texts.append(str(error))
+            assert read_checkpoint(Path(folder, "run/checkpoints/last")).manifest["exact"]  # still that of before
     return texts
 
 
