@@ -45,6 +45,7 @@ class DDP(ManyProcesses):
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._has_sync_batchnorm = False
         self._has_summed = False  # whether the micro-batch that failed has made its sums
 
     @property
@@ -60,6 +61,7 @@ class DDP(ManyProcesses):
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
+        self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
         self._door = _Door(policy, self._device if self.find_unused_parameters else None)
@@ -173,6 +175,19 @@ class DDP(ManyProcesses):
         """It has all weights; of several that have failed the first to say so keeps them."""
         self._is_alone = self._spoke_first
         return self._is_alone
+
+    def _check_can_stand_in(self) -> None:
+        """Refuse where the forwards of ranks that are at work talk in a SyncBatchNorm: nobody knows what they say.
+
+        Raises:
+            DistributedError: The policy has one.
+        """
+        assert self._roll_call is not None
+        if self._has_sync_batchnorm and not self._roll_call.all_have_left():
+            raise DistributedError(
+                "The policy's SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in "
+                "for, so that they lose this one."
+            )
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._trainable]

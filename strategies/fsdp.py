@@ -255,7 +255,6 @@ class FSDP(ManyProcesses):
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
         """The collectives of the micro-batch alone, with this rank's weights; needs the memory of a unit."""
-        self._check_can_stand_in()
         self._mark(self.timeout)
 
     def silence(self) -> AbstractContextManager[Any]:

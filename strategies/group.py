@@ -64,7 +64,7 @@ class ManyProcesses(DistributionStrategy):
         self._roll_call: RollCall | None = None
         self._is_wrapping = False
         self._aborts = False  # whether groups are left without waiting for what is under way in them
-        self._has_sync_batchnorm = self._spoke_first = self._is_alone = False
+        self._spoke_first = self._is_alone = False
         self._buffers: Buffers | None = None
 
     @property
@@ -143,7 +143,6 @@ class ManyProcesses(DistributionStrategy):
             DistributedError: It differs between ranks.
         """
         self._check_alike(policy)
-        self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._is_wrapping = True  # and stays so after an error
         wrapped = self._wrap(policy)
         self._is_wrapping = False
@@ -152,19 +151,6 @@ class ManyProcesses(DistributionStrategy):
     @abstractmethod
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """What ``wrap`` gives. Ranks broadcast in it and do not gather, so that one which fails has no ``excuse``."""
-
-    def _check_can_stand_in(self) -> None:
-        """Refuse where the forwards of ranks that are at work talk in a SyncBatchNorm: nobody knows what they say.
-
-        Raises:
-            DistributedError: The policy has one.
-        """
-        assert self._roll_call is not None
-        if self._has_sync_batchnorm and not self._roll_call.all_have_left():
-            raise DistributedError(
-                "The policy's SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in "
-                "for, so that they lose this one."
-            )
 
     # Agreeing ------------------------------------------------------------------------------------------------
 

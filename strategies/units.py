@@ -51,7 +51,7 @@ def find_units(policy: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 def check_shardable(policy: nn.Module, units: Sequence[nn.Module]) -> None:
     """Refuse what shards cannot hold: trainable weights without a dimension or an element, those that do not lie row by
-    row in memory, and those that two units share.
+    row in memory, and those that two units share; and layers in whose talk a rank that failed could take no part.
 
     Raises:
         ConfigError: With the parameter's name.
@@ -74,6 +74,13 @@ def check_shardable(policy: nn.Module, units: Sequence[nn.Module]) -> None:
             f"FSDP shards parameters by their rows, but these lie otherwise in memory: {some(scattered)}.\nUse "
             "policy.to(memory_format=torch.contiguous_format), or for a transposed one .contiguous(); or "
             "distributed='ddp'."
+        )
+    talking = [name for name, module in policy.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if talking:
+        raise ConfigError(
+            f"Under FSDP ranks end together, saved, when one fails, but not where layers talk to the other ranks by "
+            f"themselves, as SyncBatchNorm does: {some(talking)}.\n"
+            "Use a norm of each sample (GroupNorm, LayerNorm) or a frozen one, or distributed='ddp'."
         )
     holders: dict[nn.Parameter, nn.Module] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):

@@ -61,7 +61,7 @@ def end_together(run: Run, error: BaseException) -> None:
         told = False
     if not told:
         place.meeting = False  # they do not come there any more
-        if not run.updater.lacks_update and ranks.stay_alone():
+        if ranks.stay_alone():
             run.failed = run.keeps_remains = True
             _forget_failures(run)
         raise error

@@ -217,6 +217,7 @@ def image_policy() -> nn.Module:
         (Tempered(trainable=True), "FSDP cannot shard a parameter without a dimension, and temperature is to be"),
         (image_policy(), r"these lie otherwise in memory: 0.weight.\nUse policy.to\(memory_format="),
         (nn.ModuleList([Block(), nn.Embedding(0, 2)]), "a parameter without an element, and 1.weight is to be trained"),
+        (nn.Sequential(Block(), nn.SyncBatchNorm(2)), r"as SyncBatchNorm does: 1\.\nUse a norm of each sample"),
     ],
 )
 def test_what_shards_cannot_hold_is_refused_by_name(policy: nn.Module, message: str) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from failing import Tears
 from processes import run
@@ -50,7 +49,7 @@ class Talks(Policy):
 
 
 def talked(
-    folder: str, distributed: str, fails_at: int, failing: tuple[int, ...] = (1,), resume: str | None = None,
+    folder: str, fails_at: int, failing: tuple[int, ...] = (1,), resume: str | None = None,
     factor: float = 1.0, tears: int | None = None,
 ) -> list[str]:  # fmt: skip
     if failing != (0, 1):  # where all fail they are waited for
@@ -58,7 +57,7 @@ def talked(
     # Torch's wrapper refuses the layer on a CPU.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
     trainer = Trainer(
-        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=distributed,
+        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed="ddp",
         callbacks=[Checkpoint(every_steps=2 if tears is None else 3)],
     )  # fmt: skip
     optimizer: Any = AdamW if tears is None else partial(Tears, rank=tears, factor=2.0)
@@ -69,29 +68,24 @@ def talked(
     return [trainer.plan.text()]
 
 
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_under_ddp_keeps_what_it_has(
-    tmp_path: Path, distributed: str
-) -> None:
-    others, own = run(talked, str(tmp_path), distributed, 7, limit_s=20.0)
+def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(tmp_path: Path) -> None:
+    others, own = run(talked, str(tmp_path), 7, limit_s=20.0)
     assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
     assert own[0] == "RuntimeError: only on this rank"
     assert "The policy's SyncBatchNorm talks to the other ranks in the forward" in own[1]
     checkpoints = tmp_path / "run" / "checkpoints"
     assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 2
     kept = checkpoints / "000003-exception"
-    assert kept.exists() == (distributed == "ddp")
-    if distributed == "ddp":
-        mended, _ = run(talked, str(tmp_path / "mended"), "ddp", -1, (1,), str(kept), limit_s=20.0)
-        assert "the random streams of the rank that saved it alone, for rank 0" in mended[0]
-        assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
-        run(talked, str(tmp_path / "straight"), "ddp", -1, limit_s=20.0)
-        ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
-        same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
+    mended, _ = run(talked, str(tmp_path / "mended"), -1, (1,), str(kept), limit_s=20.0)
+    assert "the random streams of the rank that saved it alone, for rank 0" in mended[0]
+    assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
+    run(talked, str(tmp_path / "straight"), -1, limit_s=20.0)
+    ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
+    same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
 
 
 def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_have(tmp_path: Path) -> None:
-    ends = run(talked, str(tmp_path), "ddp", 7, (1, 2), ranks=3, limit_s=20.0)
+    ends = run(talked, str(tmp_path), 7, (1, 2), ranks=3, limit_s=20.0)
     assert ends[0][0].startswith("RanksLost: Rank ")
     assert [len(end) for end in ends] == [1, 2, 2]  # with no note but that they could not be stood in for
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -99,19 +93,19 @@ def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_h
 
 
 def test_rank_alone_whose_weights_are_not_finite_keeps_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
-    own = run(talked, str(tmp_path), "ddp", 7, (1,), None, math.nan, limit_s=15.0)[1]
+    own = run(talked, str(tmp_path), 7, (1,), None, math.nan, limit_s=15.0)[1]
     assert own[0] == "RuntimeError: only on this rank"
     assert "TrainingDiverged: At step 3 these are inf or NaN and are not saved: last.bias." in own[2]
 
 
-def test_rank_alone_that_lacks_an_update_keeps_nothing(tmp_path: Path) -> None:
-    own = run(talked, str(tmp_path), "ddp", -1, (1,), None, 1.0, 1, limit_s=15.0)[1]
+def test_rank_alone_that_broke_off_an_update_keeps_what_there_is(tmp_path: Path) -> None:
+    own = run(talked, str(tmp_path), -1, (1,), None, 1.0, 1, limit_s=15.0)[1]
     assert own[0] == "RuntimeError: in the middle of a step"
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["000003", "last"]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["000003", "000004-exception", "last"]
 
 
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path, distributed: str) -> None:
-    ends = run(talked, str(tmp_path), distributed, 7, (0, 1), limit_s=20.0)
+def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path) -> None:
+    ends = run(talked, str(tmp_path), 7, (0, 1), limit_s=20.0)
     assert ends == [["RuntimeError: only on this rank"]] * 2
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
