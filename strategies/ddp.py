@@ -151,9 +151,8 @@ class DDP(ManyProcesses):
         if self._has_summed:
             self._has_summed = False
             return
-        # What this rank has frozen since has a gradient on the others, which wait for it, unless they look for unused.
-        frozen = [] if self.find_unused_parameters else self._trained()
-        with torch.inference_mode(False), torch.enable_grad(), _thawed(frozen):  # gradients may have been left off
+        # Gradients may have been left off; and what this rank has frozen since has a gradient on the others, or here too.
+        with torch.inference_mode(False), torch.enable_grad(), _thawed(self._trained()):
             try:
                 if closes:
                     self._backward_of_zero(module, [*self._trained(), *self._door.nobodys])
@@ -164,12 +163,14 @@ class DDP(ManyProcesses):
 
     def _finish_backward(self) -> None:
         with _without_hooks(self._trained()):
-            for parameter in (p for p in self._trained() if p.requires_grad):
+            for parameter in self._trained():
+                gradient = parameter.grad
                 try:
                     _nothing(parameter).backward()  # type: ignore[no-untyped-call]
                 except RuntimeError as said:
                     if "mark a variable ready only once" not in in_words(said):
                         raise
+                    parameter.grad = gradient  # of one that the forward left out there is to be none
 
     def stay_alone(self) -> bool:
         """It has all weights; of several that have failed the first to say so keeps them."""

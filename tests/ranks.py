@@ -304,6 +304,8 @@ class Alone(Callback):
         if self.here and trainer.micro_batches == 3:
             if self.how == "save":
                 trainer.save_checkpoint()
+            if self.how == "look":
+                trainer.save_checkpoint(trainer.run_dir / "look", exact=False)
             if self.how == "evaluate":
                 trainer.evaluate(policy, Walk, episodes=2)
 

@@ -138,7 +138,7 @@ def save(
         raise CallbackError(
             f"save_checkpoint() was called before the run has begun, when callbacks have not started.\n{_PLACES}"
         )
-    if exact:
+    if exact or not run.failed:  # ranks that end by a failure save what there is wherever they are, or alone
         run.check_meeting("save_checkpoint()")
     run.saver.wait()
     run.updater.settle()

@@ -203,26 +203,46 @@ def test_callback_that_never_says_again_whether_it_is_due_ends_all_in_order(tmp_
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 2
 
 
-def frozen_later(folder: str) -> str:
-    class Freezes(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, policy: Any) -> None:
-            policy.first.requires_grad_(trainer.epoch > 0)
+class FreezesInBackward(Breaks):
+    """What its forward has used is frozen by the hook that fails."""
 
-    trainer = Trainer(
-        "cpu", max_steps=30, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run",
-        distributed=DDP(find_unused_parameters=True), callbacks=[Freezes(), Checkpoint(every_steps=50)],
-    )  # fmt: skip
-    try:
-        trainer.fit(Breaks("back", 1, 7, 600), Samples())
-    except Exception as error:
-        return str(error)
-    return ""
+    def _fail(self, where: str, *gradient: Any) -> None:
+        if self.left < 0 and where == "back":
+            self.first.requires_grad_(False)
+        super()._fail(where, *gradient)
 
 
-def test_backward_that_breaks_off_over_what_was_frozen_since_ends_all_in_order(tmp_path: Path) -> None:
-    others, own = run(frozen_later, str(tmp_path), limit_s=40.0)
-    assert own == "back the blocks of this rank"
-    assert "Rank 1 failed, so all ended after update 5: RuntimeError: back the blocks" in others
+class FreezesLater(Callback):
+    def on_train_epoch_start(self, trainer: Trainer, policy: Any) -> None:
+        policy.first.requires_grad_(trainer.epoch > 0)
+
+
+FROZEN: dict[str, tuple[type[Breaks], list[Callback]]] = {
+    "in the second epoch": (Breaks, [FreezesLater()]),
+    "in the backward": (FreezesInBackward, []),
+}
+
+
+def frozen(folder: str) -> dict[str, str]:
+    ends = {}
+    for when, (kind, callbacks) in FROZEN.items():
+        trainer = Trainer(
+            "cpu", max_steps=30, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/{when}",
+            distributed=DDP(find_unused_parameters=True), callbacks=[*callbacks, Checkpoint(every_steps=50)],
+        )  # fmt: skip
+        try:
+            trainer.fit(kind("back", 1, 7, 600), Samples())
+        except Exception as error:
+            ends[when] = str(error)
+    return ends
+
+
+def test_backward_that_breaks_off_over_what_was_frozen_ends_all_in_order_saved(tmp_path: Path) -> None:
+    others, own = run(frozen, str(tmp_path), limit_s=40.0)
+    assert own == dict.fromkeys(FROZEN, "back the blocks of this rank")
+    for when, words in others.items():
+        assert "Rank 1 failed, so all ended after update 5: RuntimeError: back the blocks" in words, when
+        assert read_checkpoint(tmp_path / when / "checkpoints" / "last").manifest["counters"]["step"] == 3, when
 
 
 def left_out(folder: str, forward: int) -> str:
