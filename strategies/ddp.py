@@ -47,6 +47,7 @@ class DDP(ManyProcesses):
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._has_sync_batchnorm = False
         self._has_summed = False  # whether the micro-batch that failed has made its sums
+        self._is_broken = False  # whether a backward was left by an error, so that torch's wrapper cannot be used
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,6 +62,7 @@ class DDP(ManyProcesses):
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
+        self._is_broken = False
         self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
@@ -86,6 +88,7 @@ class DDP(ManyProcesses):
         self._take_from_rank_0(policy.buffers())
         with warnings.catch_warnings(action="ignore"):  # of zeros no parameter is left out, as torch says once
             self._backward_of_zero(wrapped, self._trained())
+        wrapped.reducer._rebuild_buckets()  # type: ignore[operator, union-attr]
         policy.zero_grad()
         return wrapped
 
@@ -142,28 +145,31 @@ class DDP(ManyProcesses):
             self._backward_of_zero(module, list(self._door.nobodys) or self._trained())
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """A forward and backward of zeros; where a backward was left by an error, what is missing of that backward.
+        """The sums alone, of zeros; where a backward was left by an error, what is missing of that backward.
 
-        Torch has summed some of its buckets then, and waits for the others' gradients. It tells by an error alone which
-        it has.
+        Torch has summed some of its buckets then, and waits for the others' gradients.
         """
         self._check_can_stand_in()
-        if self._has_summed:
+        if not closes or self._has_summed:
             self._has_summed = False
-            return
-        # Gradients may have been left off; and what this rank has frozen since has a gradient on the others, or here too.
-        with torch.inference_mode(False), torch.enable_grad(), _thawed(self._trained()):
-            try:
-                if closes:
-                    self._backward_of_zero(module, [*self._trained(), *self._door.nobodys])
-            except RuntimeError as error:
-                if not _is_unfinished(error):
-                    raise
-                self._finish_backward()
+        elif self._is_broken or _is_finished(module):
+            self._sum_nothing(module)
+        else:
+            self._finish_backward()
+            self._is_broken = True
+
+    def _sum_nothing(self, module: Any) -> None:
+        """As torch's wrapper does for a rank whose data has ended, by the means of its ``join``; no user code runs."""
+        module._match_all_reduce_for_bwd_pass()
+        if self.find_unused_parameters:
+            module._match_unused_params_allreduce()
 
     def _finish_backward(self) -> None:
-        with _without_hooks(self._trained()):
-            for parameter in self._trained():
+        """Give each parameter a gradient of zero; torch tells by an error alone which of them had one."""
+        trained = self._trained()
+        # Gradients may have been left off; and what this rank has frozen since has a part in the others' sums.
+        with torch.inference_mode(False), torch.enable_grad(), _thawed(trained), _without_hooks(trained):
+            for parameter in trained:
                 gradient = parameter.grad
                 try:
                     _nothing(parameter).backward()  # type: ignore[no-untyped-call]
@@ -240,6 +246,15 @@ def _thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _nothing(parameter: Tensor) -> Tensor:
     return parameter.reshape(-1)[:1].sum() * 0.0
+
+
+def _is_finished(module: Any) -> bool:
+    """Whether no sum of the last micro-batch is missing, or none has begun."""
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_unfinished(error: BaseException) -> bool:
