@@ -35,6 +35,7 @@ class Slots(NamedTuple, Generic[T]):
     meets: T  # a rank has something to do together with the others after this update
     goes_on: T  # a rank has not
     next_window: T  # micro-batches of the window after it; 0 at the end of an epoch
+    shortest: T  # the smallest of these numbers, negated
     most: T  # the largest fingerprint of what ranks have exchanged in the window
     least: T  # the smallest, negated
     norm: T  # of all gradients
@@ -69,8 +70,8 @@ class Agreement:
         self.meets = self.apart = False
         #: Whether ranks exchanged different gathers or gradients in a window, which moves nothing then.
         self.differs = False
-        #: Micro-batches of the window that the others come to next in this epoch.
-        self.next_window = 0
+        #: Micro-batches of the window that the others come to next in this epoch, and of the rank that has fewest.
+        self.next_window = self.shortest = 0
 
     def ask_to_stop(self, exit_code: int) -> None:
         """From the next update on; an exit code that another rank asks for too wins if it is higher."""
@@ -87,7 +88,8 @@ class Agreement:
         Args:
             losses: Those of this rank's window that have a gradient.
             meets: Whether ranks have something to do together afterwards, as this one sees it; ``None`` without a view.
-            next_window: Micro-batches of the window that comes next in this epoch, as this rank has drawn it.
+            next_window: Micro-batches of the window that comes next in this epoch, as this rank has drawn it; ``None``
+                where it has failed.
         """
         slots = self._slots
         slots.has_gradients.fill_(float(bool(losses)))
@@ -99,6 +101,7 @@ class Agreement:
         slots.meets.fill_(float(meets is True))
         slots.goes_on.fill_(float(meets is False))
         slots.next_window.fill_(float(next_window or 0))
+        slots.shortest.fill_(-math.inf if next_window is None else -float(next_window))
         if self._ranks.is_sharded:
             fingerprint = self._ranks.take_fingerprint()
             slots.most.fill_(-math.inf if self.has_failed else fingerprint)
@@ -114,6 +117,7 @@ class Agreement:
     def note(self, update: int, said: Slots[float], *, landed: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
         self.meets, self.next_window = bool(said.meets), int(said.next_window)
+        self.shortest = int(min(said.next_window, -said.shortest))
         self.differs = self.differs or said.unlike > 0
         self.apart = self.apart or (landed and bool(said.meets and said.goes_on))
         if not (said.stop or said.failed):

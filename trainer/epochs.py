@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from ..strategies.errors import ConfigError
+from ..strategies.errors import ConfigError, DistributedError
 from ..strategies.tree import tensors
 from .carried import Carried
 from .keyed import keyed_loader, letting_go, loaded
@@ -88,6 +88,11 @@ class TrainingData(ABC):
     def window_start(self, index: int) -> int:
         """The number of the first micro-batch of the window of micro-batch ``index`` of an epoch."""
         return index // self._accumulate * self._accumulate
+
+    @property
+    def windows_are_found(self) -> bool:
+        """Whether nobody can say before it is drawn how many micro-batches a window has."""
+        return self._accumulate > 1 and self.batches_per_epoch is None
 
     @property
     def carries_state(self) -> bool:
@@ -273,6 +278,15 @@ def _with_next(windows: Iterator[list[Part]], *, one_ahead: bool) -> Iterator[tu
         following = next(windows, None)
         yield window, len(following or ())
         window = following
+
+
+def uneven(epoch: int, fewest: int, most: int) -> DistributedError:
+    """The error where the next window of one rank has fewer micro-batches than that of another, or none."""
+    return DistributedError(
+        f"In epoch {epoch} the data of one rank ends before that of another: their next windows have {fewest} and "
+        f"{most} micro-batches, so that one would wait for the other.\n"
+        "Data that all ranks read must give the same on each, whatever its number."
+    )
 
 
 def count_samples(batch: Any) -> int:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies.errors import CallbackError, DistributedError
+from ..strategies.errors import CallbackError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
+from .epochs import uneven
 from .metrics import Means
 from .pace import Pace
 from .place import Place
@@ -90,6 +91,8 @@ class Run:
         self.device, self.precision = self.trainer.device, self.trainer.precision
         self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
         self._told_of_nothing = False
+        # Whether ranks may come to windows of other sizes, in which shards would not meet: they have to know it before.
+        self._may_part = self.distribution.is_sharded and self.data.windows_are_found
         self._pace = Pace(self.counters)
 
     @property
@@ -133,7 +136,10 @@ class Run:
         if self.streams is not None:
             restore(self.streams, self.device)
             self.streams = None
-        self._end_meeting("the start of an epoch")
+        sizes = self.distribution.gather(first[0].remaining + 1 if first else 0, "the start of an epoch")
+        if min(sizes) < max(sizes):
+            raise uneven(self.counters.epoch, min(sizes), max(sizes))
+        self.place.meeting = False
         return chain(iter(first), batches)  # its iterator lets the first go once it is used; the list would not
 
     def end_epoch(self) -> None:
@@ -146,11 +152,7 @@ class Run:
             return
         if self.updater.agreement.next_window:
             self.place.meeting = False  # the others go on to another window
-            raise DistributedError(
-                f"The data of rank {self.distribution.rank} gives {counters.batch_in_epoch} micro-batches in epoch "
-                f"{counters.epoch}, and that of another rank more: it would wait for this one.\n"
-                "Data that all ranks read must give the same on each, whatever its number."
-            )
+            raise uneven(counters.epoch, 0, self.updater.agreement.next_window)
         self._pace.pause()
         for schedule in self.schedules:
             if schedule.interval == "epoch":
@@ -188,6 +190,7 @@ class Run:
             or self.saver.error is not None
             or bool(self.saver.notices)
             or self.callbacks.need_outcome_now
+            or self._may_part
             or self.is_due_at(step)
         )
 

@@ -22,6 +22,7 @@ from ..strategies.mailbox import Mailbox
 from .agreement import Agreement, Slots
 from .counters import Counters
 from .divergence import Divergence
+from .epochs import uneven
 from .fused import lands_on_the_device
 from .gradients import Gradients
 from .outcome import Outcome, Reason
@@ -231,7 +232,7 @@ class Updater:
 
         Raises:
             TrainingDiverged: The run is no longer training; see ``divergence.py``.
-            DistributedError: Ranks differ in whether they meet now, or in what they exchanged.
+            DistributedError: Ranks differ in whether they meet now, in what they exchanged, or in the next window.
         """
         if self._pending is None:
             return
@@ -290,6 +291,8 @@ class Updater:
                 "Let due(step) depend on the step and on settings alone, so that it answers alike on every rank; "
                 "trainer.distribution.broadcast() in on_log gives all of them the view of rank 0."
             )
+        if 0 < self.agreement.shortest < self.agreement.next_window:  # where it is 0 that rank ends its epoch so
+            raise uneven(self._counters.epoch, self.agreement.shortest, self.agreement.next_window)
 
     def _not_alike(self, outcome: Outcome) -> DistributedError:
         return DistributedError(

@@ -22,7 +22,7 @@ from ranks import SAMPLES, Policy, Rolls, Samples, Walk, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from policyfit import DDP, FSDP, Callback, ConfigError, Trainer
+from policyfit import DDP, FSDP, Callback, Checkpoint, ConfigError, Trainer
 from policyfit.strategies.group import ManyProcesses
 from policyfit.trainer import beginning
 from policyfit.trainer.checkpoint import read_checkpoint
@@ -232,6 +232,48 @@ def test_ranks_whose_own_data_is_not_as_long_end_in_time_and_say_so(tmp_path: Pa
     for other, shorter in run(uneven, str(tmp_path), limit_s=40.0):
         assert other.startswith("Rank 1 has 4 batches an epoch, and rank 0 has 5.\n")
         assert "has a length of 5 micro-batches, but gave only 4" in shorter
+
+
+class Read(IterableDataset[dict[str, Tensor]]):
+    """Data without a length, of which each rank finds another amount."""
+
+    def __init__(self, batches: int) -> None:
+        self.samples = Samples(), 4 * batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        samples, count = self.samples
+        return (samples[index % SAMPLES] for index in range(count))
+
+
+# How many micro-batches both ranks have together, as each of them sees it, in windows of two on each; the sizes of the
+# windows that do not fit, and the steps before them.
+ENDS = {(10, 12): (1, 2, 2), (10, 6): (1, 2, 1), (8, 10): (0, 1, 2), (2, 12): (1, 2, 0)}
+
+
+def ended(folder: str) -> list[tuple[str, int]]:
+    found = []
+    for kind in ("ddp", "fsdp"):
+        for batches in ENDS:
+            trainer = Trainer(
+                "cpu", max_epochs=3, batch_size=4, accumulate=2, log_every=50, run_dir=f"{folder}/{kind} {batches}",
+                distributed={"ddp": DDP, "fsdp": FSDP}[kind](timeout=20.0), callbacks=[Checkpoint(every_steps=50)],
+            )  # fmt: skip
+            try:
+                trainer.fit(Policy(), Read(batches[int(os.environ["RANK"])]))
+            except Exception as error:
+                found.append((str(error), trainer.micro_batches))
+    return found
+
+
+def test_data_without_a_length_that_ends_on_one_rank_before_another_ends_all_before_that_window(tmp_path: Path) -> None:
+    cases = [(kind, batches) for kind in ("ddp", "fsdp") for batches in ENDS]
+    for rank in run(ended, str(tmp_path), limit_s=60.0):
+        for (kind, batches), (words, micro_batches) in zip(cases, rank, strict=True):
+            fewest, most, steps = ENDS[batches]
+            assert f"before that of another: their next windows have {fewest} and {most} micro-batches" in words
+            counters = read_checkpoint(tmp_path / f"{kind} {batches}" / "checkpoints" / "last").manifest["counters"]
+            assert counters["step"] == steps
+            assert counters["micro_batches"] == micro_batches == 2 * steps  # of those windows nothing is kept
 
 
 class Broken(Walk):
