@@ -47,7 +47,9 @@ class DDP(ManyProcesses):
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._has_sync_batchnorm = False
         self._has_summed = False  # whether the micro-batch that failed has made its sums
-        self._is_broken = False  # whether a backward was left by an error, so that torch's wrapper cannot be used
+        self._is_stuck = False  # whether torch's wrapper may wait for the end of a backward that was left by an error
+        self._closes = False  # whether the micro-batch under way closes its window
+        self._window = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,16 +59,17 @@ class DDP(ManyProcesses):
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
 
-        A first backward is made in it, of zeros, since after the first it lays its buckets anew, and sums over three
-        ranks and more are rounded by where a gradient lies: a run that goes on would do so one step later.
+        A first backward is made in it, of zeros, after which it lays its buckets anew. Sums over three ranks and more
+        are rounded by where a gradient lies, and a run that goes on would do so one step later; and ranks talk in it,
+        to which one that fails before its first forward would not come.
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
-        self._is_broken = False
+        self._has_summed, self._is_stuck, self._window = False, False, 0
         self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
-        self._door = _Door(policy, self._device if self.find_unused_parameters else None)
+        self._door = _Door(policy, self._note_forward, self._device if self.find_unused_parameters else None)
         options = DistributedDataParallelKwargs(
             broadcast_buffers=False,
             find_unused_parameters=self.find_unused_parameters,
@@ -96,6 +99,20 @@ class DDP(ManyProcesses):
         """The step behind torch's wrapper, whose own forward is what makes gradients meet."""
         return partial(module, policyfit_step=step)
 
+    def _note_forward(self) -> None:
+        if self._closes:
+            assert self._roll_call is not None
+            self._roll_call.note(self._forward_of(self.rank), True)
+
+    def reduce_max(self, flags: Tensor) -> None:
+        """One all-reduce, which ends a window."""
+        super().reduce_max(flags)
+        self._window += 1
+
+    def _forward_of(self, rank: int) -> int:
+        """The number by which that rank notes its last forward of this window."""
+        return self._window * self.world_size + rank
+
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
         """Gradients stay on their rank until the backward that closes the window sends their sum.
 
@@ -106,7 +123,11 @@ class DDP(ManyProcesses):
 
     @contextmanager
     def _closing(self, module: Any) -> Iterator[None]:
-        yield
+        self._closes = True
+        try:
+            yield
+        finally:
+            self._closes = False
         try:
             module._check_reducer_finalized()
         except RuntimeError as error:
@@ -145,38 +166,51 @@ class DDP(ManyProcesses):
             self._backward_of_zero(module, list(self._door.nobodys) or self._trained())
 
     def stand_in(self, module: nn.Module, *, closes: bool) -> None:
-        """The sums alone, of zeros; where a backward was left by an error, what is missing of that backward.
+        """The sums alone, of zeros; where a backward was left by an error, those that it has not come to.
 
-        Torch has summed some of its buckets then, and waits for the others' gradients.
+        Takes the memory of all gradients.
         """
         self._check_can_stand_in()
-        if not closes or self._has_summed:
+        if self._has_summed:
             self._has_summed = False
-        elif self._is_broken or _is_finished(module):
+        elif closes and (self._is_stuck or _is_whole(module)):
+            self._await_forwards()
             self._sum_nothing(module)
-        else:
+        elif closes:
             self._finish_backward()
-            self._is_broken = True
+            self._is_stuck = True
 
     def _sum_nothing(self, module: Any) -> None:
-        """As torch's wrapper does for a rank whose data has ended, by the means of its ``join``; no user code runs."""
+        """As torch's wrapper does for a rank whose data has ended (``join``); no user code runs."""
         module._match_all_reduce_for_bwd_pass()
         if self.find_unused_parameters:
             module._match_unused_params_allreduce()
 
+    def _await_forwards(self) -> None:
+        """Wait until the others have come to their sums, since a policy may talk in its forward, of which nobody knows.
+
+        For half of the time that a collective has: where they wait in one for this rank, it ends before they do.
+
+        Raises:
+            DistError: They do not come there.
+        """
+        assert self._roll_call is not None
+        for rank in {*range(self.world_size)} - {self.rank}:
+            self._roll_call.ask(self._forward_of(rank), self.timeout / 2, of=rank)
+
     def _finish_backward(self) -> None:
-        """Give each parameter a gradient of zero; torch tells by an error alone which of them had one."""
+        """Give a gradient of zero to each parameter that had none; torch tells by an error alone which had one."""
         trained = self._trained()
         # Gradients may have been left off; and what this rank has frozen since has a part in the others' sums.
         with torch.inference_mode(False), torch.enable_grad(), _thawed(trained), _without_hooks(trained):
             for parameter in trained:
-                gradient = parameter.grad
+                gradient, parameter.grad = parameter.grad, None
                 try:
                     _nothing(parameter).backward()  # type: ignore[no-untyped-call]
                 except RuntimeError as said:
                     if "mark a variable ready only once" not in in_words(said):
                         raise
-                    parameter.grad = gradient  # of one that the forward left out there is to be none
+                    parameter.grad = gradient  # torch refuses in the end one that is no view of its bucket
 
     def stay_alone(self) -> bool:
         """It has all weights; of several that have failed the first to say so keeps them."""
@@ -205,17 +239,19 @@ class DDP(ManyProcesses):
 
 
 class _Door(nn.Module):
-    """Lets torch's wrapper, which calls ``forward`` only, call any function that runs the policy."""
+    """Lets torch's wrapper, which calls ``forward`` only, call any function that runs the policy, and ``after`` it."""
 
-    def __init__(self, policy: nn.Module, nobodys_on: torch.device | None) -> None:
+    def __init__(self, policy: nn.Module, after: Callable[[], None], nobodys_on: torch.device | None) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy, self._after = policy, after
         # Behind the policy's, by whose numbers torch says which got no gradient. No optimizer moves it.
         self.nobodys = nn.ParameterList([] if nobodys_on is None else [torch.zeros(1, device=nobodys_on)])
 
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""
-        return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
+        result = (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
+        self._after()
+        return result
 
 
 @contextmanager
@@ -248,11 +284,11 @@ def _nothing(parameter: Tensor) -> Tensor:
     return parameter.reshape(-1)[:1].sum() * 0.0
 
 
-def _is_finished(module: Any) -> bool:
-    """Whether no sum of the last micro-batch is missing, or none has begun."""
+def _is_whole(module: Any) -> bool:
+    """Whether no backward that sums was left in its middle."""
     try:
         module._check_reducer_finalized()
-    except RuntimeError:
+    except RuntimeError:  # in words of their own where all sums had begun, so ``_is_unfinished`` does not know them
         return False
     return True
 

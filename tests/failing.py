@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from ranks import Block, Policy, Samples
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import SGD
 from torch.utils.data import IterableDataset
 
@@ -22,7 +23,8 @@ class Breaks(nn.Module):
     """Its own code fails on a rank, from a forward on: ``before``, ``between`` or ``after`` its blocks, or ``back``.
 
     Args:
-        where: ``back`` is between the blocks in the backward.
+        where: ``back`` is between the blocks in the backward, ``last`` at its end, and ``every`` before every module
+            of the process.
         rank: ``None`` for none.
         width: From 600 on, the sums of gradients that DDP makes are several.
     """
@@ -43,7 +45,12 @@ class Breaks(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         self.left -= 1
         self._fail("before")
-        x = self.first(batch["x"])
+        if self.where == "every" and self.left < 0:
+            register_module_forward_pre_hook(partial(self._fail, "every"))
+        x = batch["x"].requires_grad_(self.where == "last") * 1.0
+        if self.where == "last":
+            x.register_hook(partial(self._fail, "last"))
+        x = self.first(x)
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number == 1:

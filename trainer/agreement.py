@@ -35,7 +35,7 @@ class Slots(NamedTuple, Generic[T]):
     meets: T  # a rank has something to do together with the others after this update
     goes_on: T  # a rank has not
     next_window: T  # micro-batches of the window after it; 0 at the end of an epoch
-    shortest: T  # the smallest of these numbers, negated
+    shortest: T  # the smallest of these numbers, negated; -inf of a rank that has failed
     most: T  # the largest fingerprint of what ranks have exchanged in the window
     least: T  # the smallest, negated
     norm: T  # of all gradients
@@ -117,7 +117,7 @@ class Agreement:
     def note(self, update: int, said: Slots[float], *, landed: bool) -> None:
         """What the ranks said at the update of this process with this number, read when it is settled."""
         self.meets, self.next_window = bool(said.meets), int(said.next_window)
-        self.shortest = int(min(said.next_window, -said.shortest))
+        self.shortest = int(min(said.next_window, -said.shortest))  # inf where all have failed
         self.differs = self.differs or said.unlike > 0
         self.apart = self.apart or (landed and bool(said.meets and said.goes_on))
         if not (said.stop or said.failed):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from ..strategies.errors import ConfigError, DistributedError
+from ..strategies.errors import ConfigError
 from ..strategies.tree import tensors
 from .carried import Carried
 from .keyed import keyed_loader, letting_go, loaded
@@ -90,7 +90,7 @@ class TrainingData(ABC):
         return index // self._accumulate * self._accumulate
 
     @property
-    def windows_are_found(self) -> bool:
+    def window_sizes_are_unknown(self) -> bool:
         """Whether nobody can say before it is drawn how many micro-batches a window has."""
         return self._accumulate > 1 and self.batches_per_epoch is None
 
@@ -278,15 +278,6 @@ def _with_next(windows: Iterator[list[Part]], *, one_ahead: bool) -> Iterator[tu
         following = next(windows, None)
         yield window, len(following or ())
         window = following
-
-
-def uneven(epoch: int, fewest: int, most: int) -> DistributedError:
-    """The error where the next window of one rank has fewer micro-batches than that of another, or none."""
-    return DistributedError(
-        f"In epoch {epoch} the data of one rank ends before that of another: their next windows have {fewest} and "
-        f"{most} micro-batches, so that one would wait for the other.\n"
-        "Data that all ranks read must give the same on each, whatever its number."
-    )
 
 
 def count_samples(batch: Any) -> int:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies.errors import CallbackError
+from ..strategies.errors import CallbackError, DistributedError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
-from .epochs import uneven
 from .metrics import Means
 from .pace import Pace
 from .place import Place
@@ -26,6 +25,7 @@ from .rng import restore
 from .saving import Saver
 from .schedule import Schedule
 from .settings import Settings
+from .shares import SAME_DATA, uneven_windows
 from .update import Updater
 from .validation import validate
 
@@ -91,8 +91,8 @@ class Run:
         self.device, self.precision = self.trainer.device, self.trainer.precision
         self.distribution, self.callbacks = self.trainer.distribution, self.trainer.callbacks
         self._told_of_nothing = False
-        # Whether ranks may come to windows of other sizes, in which shards would not meet: they have to know it before.
-        self._may_part = self.distribution.is_sharded and self.data.windows_are_found
+        # In windows of different sizes shards would not meet, so that ranks have to know of it before.
+        self._must_know_sizes = self.distribution.is_sharded and self.data.window_sizes_are_unknown
         self._pace = Pace(self.counters)
 
     @property
@@ -138,21 +138,23 @@ class Run:
             self.streams = None
         sizes = self.distribution.gather(first[0].remaining + 1 if first else 0, "the start of an epoch")
         if min(sizes) < max(sizes):
-            raise uneven(self.counters.epoch, min(sizes), max(sizes))
+            raise uneven_windows(self.counters.epoch, min(sizes), max(sizes))
         self.place.meeting = False
         return chain(iter(first), batches)  # its iterator lets the first go once it is used; the list would not
 
     def end_epoch(self) -> None:
         """The epoch's data is used up: settle its last update and go on to the next epoch; ranks meet at its end."""
         counters = self.counters
-        self.place.meeting = True
         self.updater.settle()
+        if self.updater.agreement.next_window:  # the others go on to another window
+            raise DistributedError(
+                f"The data of rank {self.distribution.rank} gives {counters.batch_in_epoch} micro-batches in epoch "
+                f"{counters.epoch}, and that of another rank more: it would wait for this one.\n{SAME_DATA}"
+            )
+        self.place.meeting = True
         if self.updater.agreement.is_ending:  # by all: every rank has settled every update
             self._take_agreement()
             return
-        if self.updater.agreement.next_window:
-            self.place.meeting = False  # the others go on to another window
-            raise uneven(counters.epoch, 0, self.updater.agreement.next_window)
         self._pace.pause()
         for schedule in self.schedules:
             if schedule.interval == "epoch":
@@ -190,7 +192,7 @@ class Run:
             or self.saver.error is not None
             or bool(self.saver.notices)
             or self.callbacks.need_outcome_now
-            or self._may_part
+            or self._must_know_sizes
             or self.is_due_at(step)
         )
 
@@ -198,6 +200,9 @@ class Run:
         """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
         self.saver.check()
         self.updater.settle()
+        sizes = self.updater.agreement
+        if self._must_know_sizes and sizes.shortest < sizes.next_window and not (self.done or self.updater.ends_now):
+            raise uneven_windows(self.counters.epoch, sizes.shortest, sizes.next_window)
         while self.saver.notices:
             self.trainer.event("warning", source="checkpoint", message=self.saver.notices.pop(0))
         meets = self.meets()

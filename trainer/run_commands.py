@@ -96,8 +96,9 @@ class RunCommands(RunView):
             path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
             background: Return once everything is copied, and write while training goes on. The folder appears when it
                 is complete; an error ends the run at its next step. A save still under way is waited for first.
-            exact: ``False`` saves also where a window is open, in a run of one process, without its gradients, so that
-                it comes again after a resume, to a ``path`` of your own: a resume takes it by that alone.
+            exact: ``False`` saves also inside a window, without its gradients, which comes again after a resume. It
+                needs a ``path`` of your own, by which alone a resume takes it, and of several ranks a place where they
+                meet.
             remote: An fsspec URL to which the checkpoint is copied once it is complete.
             consolidated: Write ``model.safetensors`` as a whole also where each rank writes the weights that it holds.
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from ..strategies.errors import DistributedError
 
+SAME_DATA = "Data that all ranks read must give the same on each, whatever its number."
+
 
 class Share(NamedTuple):
     """Samples of a micro-batch: those of this rank that count, none in padding, and those of all ranks."""
@@ -94,3 +96,11 @@ class Shared(Iterable[tuple[Any, bool]]):
 def counted(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Batches to validate on, shared between ranks or not, each with whether it counts."""
     return iter(batches) if isinstance(batches, Shared) else ((batch, True) for batch in batches)
+
+
+def uneven_windows(epoch: int, fewest: int, most: int) -> DistributedError:
+    """The error where the next window of one rank has fewer micro-batches than that of another, or none."""
+    return DistributedError(
+        f"In epoch {epoch} the data of one rank ends before that of another: their next windows have {fewest} and "
+        f"{most} micro-batches, so that one would wait for the other.\n{SAME_DATA}"
+    )

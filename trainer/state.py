@@ -113,7 +113,8 @@ def save(
     """Write the run's checkpoint to ``path``, or as that of its step, to which ``last`` then points.
 
     Raises:
-        CallbackError: A window is open, and the checkpoint is to be exact; or it is not to be, and has no path.
+        CallbackError: A window is open, and the checkpoint is to be exact; or it is not to be, and has no path; or
+            ranks do not meet here.
         CheckpointError: It could not be written, or the policy has replaced parameters.
     """
     if path is None and not exact:

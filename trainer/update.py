@@ -22,12 +22,12 @@ from ..strategies.mailbox import Mailbox
 from .agreement import Agreement, Slots
 from .counters import Counters
 from .divergence import Divergence
-from .epochs import uneven
 from .fused import lands_on_the_device
 from .gradients import Gradients
 from .outcome import Outcome, Reason
 from .schedule import Schedule
 from .settings import Settings
+from .shares import uneven_windows
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -105,8 +105,12 @@ class Updater:
         """Try one update with the gradients that are there, and drop them.
 
         Args:
-            next_window: Micro-batches of the window that comes next in the epoch; ``None`` where nobody knows.
+            next_window: Micro-batches of the window that comes next in the epoch; ``None`` where nobody
+                knows, in a run of one process alone.
             is_due_at: Whether something is to be done at a step, for which ranks then meet.
+
+        Raises:
+            DistributedError: The window that ends here has other micro-batches on other ranks.
         """
         self._begin()
         drawn, losses = self._counters.micro_batches, self._take_losses()
@@ -163,6 +167,9 @@ class Updater:
 
     def _begin(self) -> None:
         self.settle()
+        agreed = self.agreement
+        if 0 < agreed.shortest < agreed.next_window and not agreed.has_failed:  # a rank that has none says so itself
+            raise uneven_windows(self._counters.epoch, agreed.shortest, agreed.next_window)
         self._distribution.release()
         self.aimed_step = self._counters.step + 1
         self._states = [len(optimizer.state) for optimizer in self.optimizers]
@@ -232,7 +239,7 @@ class Updater:
 
         Raises:
             TrainingDiverged: The run is no longer training; see ``divergence.py``.
-            DistributedError: Ranks differ in whether they meet now, in what they exchanged, or in the next window.
+            DistributedError: Ranks differ in whether they meet now, or in what they exchanged.
         """
         if self._pending is None:
             return
@@ -291,8 +298,6 @@ class Updater:
                 "Let due(step) depend on the step and on settings alone, so that it answers alike on every rank; "
                 "trainer.distribution.broadcast() in on_log gives all of them the view of rank 0."
             )
-        if 0 < self.agreement.shortest < self.agreement.next_window:  # where it is 0 that rank ends its epoch so
-            raise uneven(self._counters.epoch, self.agreement.shortest, self.agreement.next_window)
 
     def _not_alike(self, outcome: Outcome) -> DistributedError:
         return DistributedError(

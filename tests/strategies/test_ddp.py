@@ -8,6 +8,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -114,16 +115,35 @@ def train_with_hooks() -> list[float]:
         scale.register_post_accumulate_grad_hook(lambda parameter: seen.append(-1.0))
         module = strategy.wrap(policy)
         strategy.backward_of_nothing(module, closes=True)
-        strategy.stand_in(module, closes=True)
         with strategy.micro_batch(module, closes=True):
             module(own(all_samples(), strategy)).backward()
         return seen
+
+
+def finish_with_hooks() -> int:
+    with joined(DDP) as strategy:
+        policy, seen = Toy(), list[Tensor]()
+
+        def fail_at_the_second(gradient: Tensor) -> None:
+            seen.append(gradient)
+            if len(seen) == 2:
+                raise KeyError
+
+        for parameter in policy.parameters():
+            hook: Any = parameter.register_hook
+            hook(fail_at_the_second)
+        module = strategy.wrap(policy)
+        with suppress(KeyError), strategy.micro_batch(module, closes=True):
+            module(all_samples()).backward()
+        strategy.stand_in(module, closes=True)
+        return len(seen)
 
 
 def test_zeros_are_not_for_the_hooks_of_a_user() -> None:
     for found in run(train_with_hooks):
         assert len(found) == 2
         assert found[0] > 0.0 > found[1]
+    assert run(finish_with_hooks) == [2, 2]
 
 
 def train_thawed() -> tuple[str, str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics
+from failing import Breaks, Counted, Dies, Due, Endless, Fails, Leaves, Panics, Thaws
 from processes import outcomes_of, run
 from ranks import SAMPLES, Policy, Samples, job, same, train, weights
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from policyfit import Callback, Checkpoint, DistributedError, Trainer
@@ -139,20 +140,27 @@ BREAKS = [
     ("back", 7, 5, 3),
     ("back", 9, 6, 4),  # the window after it is of one, and an epoch's last
     ("between", 10, 6, 5),
+    ("last", 7, 5, 3),  # when the gradients of all parameters are there
+    ("every", 0, 2, 0),
+    ("every", 7, 5, 3),
 ]
 
 
-MESHES = {"hsdp": FSDP(shard=2, replicate=2, checkpoint="whole"), "replicas": FSDP(shard=1, replicate=2)}
+KINDS: dict[str, Any] = {
+    "hsdp": FSDP(shard=2, replicate=2, checkpoint="whole"),
+    "replicas": FSDP(shard=1, replicate=2),
+    "ddp that looks for unused": DDP(find_unused_parameters=True),
+}
 
 
 def broken(folder: str, distributed: str, batch_size: int, numbers: list[int]) -> dict[int, tuple[str, int, int]]:
-    ends, width = {}, 600 if distributed == "ddp" else 12
+    ends, width = {}, 600 if "ddp" in distributed else 12
     for number in numbers:
         where, forward, *_ = BREAKS[number]
         trainer = Trainer(
             "cpu", max_steps=30, batch_size=batch_size, accumulate=2, clip_norm=1.0, seed=7,
             run_dir=f"{folder}/{number}", callbacks=[Checkpoint(every_steps=50)],
-            distributed=MESHES.get(distributed, distributed),
+            distributed=KINDS.get(distributed, distributed),
         )  # fmt: skip
         text = ""
         try:
@@ -160,6 +168,7 @@ def broken(folder: str, distributed: str, batch_size: int, numbers: list[int]) -
         except Exception as error:
             text = str(error)
         ends[number] = (text, trainer.step, trainer.micro_batches)
+        _global_forward_pre_hooks.clear()
     return ends
 
 
@@ -167,6 +176,7 @@ def broken(folder: str, distributed: str, batch_size: int, numbers: list[int]) -
     ("distributed", "ranks", "numbers"),
     [
         ("ddp", 2, slice(None)),
+        ("ddp that looks for unused", 2, slice(None)),
         ("fsdp", 2, slice(None)),
         ("hsdp", 4, slice(0, None, 3)),
         ("replicas", 2, slice(1, None, 2)),
@@ -212,13 +222,8 @@ class FreezesInBackward(Breaks):
         super()._fail(where, *gradient)
 
 
-class FreezesLater(Callback):
-    def on_train_epoch_start(self, trainer: Trainer, policy: Any) -> None:
-        policy.first.requires_grad_(trainer.epoch > 0)
-
-
 FROZEN: dict[str, tuple[type[Breaks], list[Callback]]] = {
-    "in the second epoch": (Breaks, [FreezesLater()]),
+    "before the forward": (Breaks, [Thaws()]),
     "in the backward": (FreezesInBackward, []),
 }
 

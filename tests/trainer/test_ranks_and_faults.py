@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from processes import outcomes_of, run
-from ranks import SAMPLES, Policy, Rolls, Samples, Walk, train
+from ranks import SAMPLES, Policy, Rolls, Samples, Stops, Walk, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -238,42 +238,58 @@ class Read(IterableDataset[dict[str, Tensor]]):
     """Data without a length, of which each rank finds another amount."""
 
     def __init__(self, batches: int) -> None:
-        self.samples = Samples(), 4 * batches
+        self.samples, self.count = Samples(), 4 * batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        samples, count = self.samples
-        return (samples[index % SAMPLES] for index in range(count))
+        return (self.samples[index % SAMPLES] for index in range(self.count))
 
 
-# How many micro-batches both ranks have together, as each of them sees it, in windows of two on each; the sizes of the
-# windows that do not fit, and the steps before them.
-ENDS = {(10, 12): (1, 2, 2), (10, 6): (1, 2, 1), (8, 10): (0, 1, 2), (2, 12): (1, 2, 0)}
+# How many micro-batches the ranks have together, as each of them sees it, in windows of two; whether one asks for a
+# stop after the first; what the run is told of, and its steps before that.
+ALONE, OTHERS = "The data of rank 0 gives {} micro-batches in", "their next windows have {} and {} micro-batches"
+ENDS: dict[str, tuple[tuple[int, ...], bool, str, int]] = {
+    "shorter": ((10, 12), False, OTHERS.format(1, 2), 2),
+    "shorter on the other": ((10, 6), False, OTHERS.format(1, 2), 1),
+    "none": ((8, 10), False, ALONE.format(4), 2),
+    "the first": ((2, 12), False, OTHERS.format(1, 2), 0),
+    "none after a stop": ((4, 8), True, ALONE.format(2), 1),
+    "none of three": ((12, 15, 18), False, ALONE.format(4), 2),
+    "not of the run": ((6, 8), False, "", 1),
+}
 
 
-def ended(folder: str) -> list[tuple[str, int]]:
+def ended(folder: str, kind: str, names: list[str]) -> list[tuple[str, int]]:
     found = []
-    for kind in ("ddp", "fsdp"):
-        for batches in ENDS:
-            trainer = Trainer(
-                "cpu", max_epochs=3, batch_size=4, accumulate=2, log_every=50, run_dir=f"{folder}/{kind} {batches}",
-                distributed={"ddp": DDP, "fsdp": FSDP}[kind](timeout=20.0), callbacks=[Checkpoint(every_steps=50)],
-            )  # fmt: skip
-            try:
-                trainer.fit(Policy(), Read(batches[int(os.environ["RANK"])]))
-            except Exception as error:
-                found.append((str(error), trainer.micro_batches))
+    for name in names:
+        batches, stops, *_ = ENDS[name]
+        trainer = Trainer(
+            "cpu", max_steps=1 if name == "not of the run" else 9, batch_size=4, accumulate=2, log_every=50,
+            run_dir=f"{folder}/{name}", distributed={"ddp": DDP, "fsdp": FSDP}[kind](timeout=20.0),
+            callbacks=[Checkpoint(every_steps=50), *([Stops(rank=1, after=1)] if stops else [])],
+        )  # fmt: skip
+        words = ""
+        try:
+            trainer.fit(Policy(), Read(batches[int(os.environ["RANK"])]))
+        except Exception as error:
+            words = str(error)
+        found.append((words, trainer.micro_batches))
     return found
 
 
-def test_data_without_a_length_that_ends_on_one_rank_before_another_ends_all_before_that_window(tmp_path: Path) -> None:
-    cases = [(kind, batches) for kind in ("ddp", "fsdp") for batches in ENDS]
-    for rank in run(ended, str(tmp_path), limit_s=60.0):
-        for (kind, batches), (words, micro_batches) in zip(cases, rank, strict=True):
-            fewest, most, steps = ENDS[batches]
-            assert f"before that of another: their next windows have {fewest} and {most} micro-batches" in words
-            counters = read_checkpoint(tmp_path / f"{kind} {batches}" / "checkpoints" / "last").manifest["counters"]
-            assert counters["step"] == steps
-            assert counters["micro_batches"] == micro_batches == 2 * steps  # of those windows nothing is kept
+@pytest.mark.parametrize(("kind", "count"), [("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)])
+def test_data_without_a_length_that_ends_on_one_rank_before_another_ends_all_before_that_window(
+    tmp_path: Path, kind: str, count: int
+) -> None:
+    names = [name for name, (batches, *_) in ENDS.items() if len(batches) == count]
+    for rank in run(ended, str(tmp_path), kind, names, ranks=count, limit_s=60.0):
+        for name, (words, micro_batches) in zip(names, rank, strict=True):
+            *_, told, steps = ENDS[name]
+            if kind == "fsdp" and told.startswith("The data of rank 0"):  # all of them are there when it is seen
+                told = "their next windows have 0 and "
+            assert told in words, name
+            counters = read_checkpoint(tmp_path / name / "checkpoints" / "last").manifest["counters"]
+            assert counters["step"] == steps, name
+            assert counters["micro_batches"] == micro_batches == 2 * steps, name  # of that window nothing is kept
 
 
 class Broken(Walk):
