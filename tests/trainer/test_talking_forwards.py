@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from failing import Tears
 from processes import run
@@ -17,13 +18,13 @@ from torch.distributed import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from policyfit import Checkpoint, Trainer
+from policyfit import DDP, FSDP, Checkpoint, Trainer
 from policyfit.strategies.roll_call import RollCall
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
-class Synced(nn.SyncBatchNorm):
-    """The same on a CPU, which torch's is not for: a mean of all ranks, and no more."""
+class Own(nn.Module):
+    """A mean of all ranks, taken off by code that is the policy's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(dim=0)
@@ -31,12 +32,16 @@ class Synced(nn.SyncBatchNorm):
         return x - mean / 2
 
 
+class Synced(Own, nn.SyncBatchNorm):
+    """The same by torch's layer, which is not for a CPU."""
+
+
 class Talks(Policy):
     """Its forward talks to the other ranks, and fails on some in its middle, of which the others cannot know."""
 
-    def __init__(self, fails_at: int, failing: tuple[int, ...], factor: float) -> None:
+    def __init__(self, fails_at: int, failing: tuple[int, ...], factor: float, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.add_module("norm", Synced(12, affine=False))
+        self.add_module("norm", norm or Synced(12, affine=False))
         self.left, self.factor = fails_at if int(os.environ["RANK"]) in failing else -1, factor
         self.first.register_forward_hook(self._fail)
 
@@ -82,6 +87,30 @@ def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(
     run(talked, str(tmp_path / "straight"), -1, limit_s=20.0)
     ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
     same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
+
+
+def talked_by_itself(folder: str, distributed: str) -> list[str]:
+    strategy: Any = {"ddp": DDP, "fsdp": FSDP}[distributed](timeout=4.0)
+    trainer = Trainer(
+        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=strategy,
+        callbacks=[Checkpoint(every_steps=2)],
+    )  # fmt: skip
+    try:
+        trainer.fit(Talks(7, (1,), 1.0, Own()), Samples())
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    return []
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_rank_that_fails_where_code_of_the_policy_talks_ends_no_other_in_its_saves(
+    tmp_path: Path, distributed: str
+) -> None:
+    others, own = run(talked_by_itself, str(tmp_path), distributed, limit_s=30.0)
+    assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
+    assert own == ["RuntimeError: only on this rank"]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["000002", *(["000003-exception"] if distributed == "ddp" else []), "last"]
 
 
 def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_have(tmp_path: Path) -> None:
