@@ -10,8 +10,9 @@ A rank that has failed cannot just leave, since the others would wait for it. It
 In the step of an optimizer or a schedule, the others have an update that it lacks: under DDP theirs is saved, and of
 shards what is left is kept as not exact.
 
-A sharded rank asks the others which collectives they make (strategies/collectives.py). What a SyncBatchNorm says to
-other ranks nobody knows, so there they lose it; one that has all weights keeps them, alone (decision 12).
+A sharded rank asks the others which collectives they make (strategies/collectives.py). What a SyncBatchNorm or a
+policy's own code says to other ranks nobody knows, so there they lose it; one that has all weights keeps them, alone
+(decision 12).
 """
 
 from __future__ import annotations
