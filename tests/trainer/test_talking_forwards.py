@@ -90,7 +90,7 @@ def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(
 
 
 def talked_by_itself(folder: str, distributed: str) -> list[str]:
-    strategy: Any = {"ddp": DDP, "fsdp": FSDP}[distributed](timeout=4.0)
+    strategy: Any = {"ddp": DDP, "fsdp": FSDP}[distributed](timeout=2.5)
     trainer = Trainer(
         "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=strategy,
         callbacks=[Checkpoint(every_steps=2)],
