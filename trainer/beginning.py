@@ -16,7 +16,7 @@ from ..strategies.errors import DistributedError
 from ..strategies.lost import named
 from .describe import class_of, describe
 from .parts import parts
-from .restore import restore
+from .restore import freeze_again, restore
 from .resume import Origin
 from .run import Run
 from .run_dir import held, make, new_name, replace_text
@@ -61,6 +61,8 @@ def begin_run(
         _tell_callbacks(run, origin)
     run.is_open = True
     run.callbacks.call("on_fit_start", trainer, policy)
+    if origin is not None:
+        freeze_again(run, origin.saved)
 
 
 def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | None) -> Path:

@@ -25,6 +25,11 @@ def policy_config(policy: nn.Module) -> dict[str, Any]:
     return plain if isinstance(plain, dict) else {}
 
 
+def frozen(policy: nn.Module) -> list[str]:
+    """The names of the parameters that are not trained now."""
+    return [name for name, parameter in policy.named_parameters() if not parameter.requires_grad]
+
+
 def describe(settings: Settings, device: str, precision: str, policy: nn.Module, seed: int) -> dict[str, Any]:
     """``config.yaml`` of a run without a run file: the policy's class and arguments, and the trainer's settings.
 

@@ -68,6 +68,12 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     if taken := [key for key in states if key not in missing]:
         report.kept.append(f"the state of {', '.join(taken)}")
     report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
+    with _taking_back("what was frozen", checkpoint):
+        began, since = saved.callbacks.get("frozen", (run.frozen, run.frozen))
+    if began != run.frozen:
+        report.changed.append("other parameters are frozen from the beginning, so what was frozen since is not")
+    elif since != began:
+        report.kept.append("what was frozen and thawed since the beginning")
     streams = [saved.rng, *saved.rng_of_others]
     run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
     ranks_before = manifest.get("world_size", len(streams))
@@ -97,6 +103,17 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
         *([] if manifest.get("exact", True) else [inexact]),
         *report.lines(),
     ]
+
+
+def freeze_again(run: Run, saved: CheckpointState) -> None:
+    """Freeze and thaw what a hook had before the save, in an epoch whose beginning does not come again.
+
+    Not where other parameters are frozen from the beginning.
+    """
+    began, since = saved.callbacks.get("frozen", (None, []))
+    if began == run.frozen:
+        for name, parameter in run.policy.named_parameters():
+            parameter.requires_grad_(name not in since)
 
 
 @contextmanager

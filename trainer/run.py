@@ -49,6 +49,8 @@ class Run:
     seed: int
     #: The settings of optimizers and schedules before the first step, by name; see ``movers.py``.
     movers: dict[str, Any]
+    #: Names of the parameters that are frozen before a hook has seen the policy.
+    frozen: list[str]
     means: Means = field(default_factory=Means)
     lock: ExitStack = field(default_factory=ExitStack)
     run_dir: Path = Path()

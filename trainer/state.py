@@ -12,7 +12,7 @@ import torch
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import CallbackError, CheckpointError, some
 from .checkpoint import CheckpointState, begin, write_checkpoint
-from .describe import class_path, policy_config
+from .describe import class_path, frozen, policy_config
 from .differences import data_facts, plain_settings
 from .metrics import added
 from .newest import point_last_at
@@ -70,6 +70,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "metrics_before": run.metrics_before,
         "outcome": None if outcome is None else outcome._replace(norms=None, names=(), losses={})._asdict(),
         "lr": float(run.updater.lr),
+        "frozen": [run.frozen, frozen(run.policy)],
         "data": run.data.state(counters.epoch, counters.batch_in_epoch),
     }
     config, schedules = policy_config(run.policy), [s.state_dict() for s in run.schedules]

@@ -280,6 +280,41 @@ def test_no_sample_of_before_the_checkpoint_is_read_again(tmp_path: Path) -> Non
     assert len(data.reads) <= 4 * new
 
 
+class Thaws(Callback):
+    """The first layer is trained from the second epoch on, and a norm until then, as its policy comes."""
+
+    def on_fit_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        policy.get_submodule("net.0").requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Trainer, policy: nn.Module) -> None:
+        if trainer.epoch == 1:
+            policy.get_submodule("net.0").requires_grad_(True)
+            policy.get_submodule("net.1").requires_grad_(False)
+
+
+def test_what_a_hook_froze_and_thawed_is_so_again_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def fit(name: str, steps: int, resume: str | None = None, head: bool = False) -> dict[str, Tensor]:
+        trainer = Trainer(
+            "cpu", max_steps=steps, batch_size=4, seed=0, run_dir=tmp_path / name, callbacks=[Thaws(), Checkpoint()]
+        )
+        torch.manual_seed(0)
+        policy = Policy(overflows=0.0)
+        policy.get_submodule("net.4").requires_grad_(not head)
+        trainer.fit(policy, Augmented(16), resume=resume, changes=["optimizer"] if head else [])
+        plans.append(trainer.plan.text())
+        return policy.state_dict()
+
+    plans: list[str] = []
+    straight = fit("straight", 9)
+    fit("cut", 6)  # in the second epoch of four
+    resumed = fit("cut", 9, "last")
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+    assert "what was frozen and thawed since the beginning" in plans[-1]
+    fit("other", 6)
+    fit("other", 7, "last", head=True)
+    assert "other parameters are frozen from the beginning, so what was frozen since is not" in plans[-1]
+
+
 def test_a_run_resumed_at_its_end_makes_no_further_step(tmp_path: Path) -> None:
     before = everything(start(tmp_path / "run", "bf16", Recorder()))
     resumed = Recorder()
