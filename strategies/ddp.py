@@ -48,8 +48,6 @@ class DDP(ManyProcesses):
         self._has_sync_batchnorm = False
         self._has_summed = False  # whether the micro-batch that failed has made its sums
         self._is_stuck = False  # whether torch's wrapper may wait for the end of a backward that was left by an error
-        self._closes = False  # whether the micro-batch under way closes its window
-        self._window = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -65,11 +63,11 @@ class DDP(ManyProcesses):
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
-        self._has_summed, self._is_stuck, self._window = False, False, 0
+        self._has_summed = self._is_stuck = False
         self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
-        self._door = _Door(policy, self._note_forward, self._device if self.find_unused_parameters else None)
+        self._door = _Door(policy, self._device if self.find_unused_parameters else None)
         options = DistributedDataParallelKwargs(
             broadcast_buffers=False,
             find_unused_parameters=self.find_unused_parameters,
@@ -99,20 +97,6 @@ class DDP(ManyProcesses):
         """The step behind torch's wrapper, whose own forward is what makes gradients meet."""
         return partial(module, policyfit_step=step)
 
-    def _note_forward(self) -> None:
-        if self._closes:
-            assert self._roll_call is not None
-            self._roll_call.note(self._forward_of(self.rank), True)
-
-    def reduce_max(self, flags: Tensor) -> None:
-        """One all-reduce, which ends a window."""
-        super().reduce_max(flags)
-        self._window += 1
-
-    def _forward_of(self, rank: int) -> int:
-        """The number by which that rank notes its last forward of this window."""
-        return self._window * self.world_size + rank
-
     def micro_batch(self, module: nn.Module, *, closes: bool) -> AbstractContextManager[Any]:
         """Gradients stay on their rank until the backward that closes the window sends their sum.
 
@@ -123,11 +107,7 @@ class DDP(ManyProcesses):
 
     @contextmanager
     def _closing(self, module: Any) -> Iterator[None]:
-        self._closes = True
-        try:
-            yield
-        finally:
-            self._closes = False
+        yield
         try:
             module._check_reducer_finalized()
         except RuntimeError as error:
@@ -174,7 +154,6 @@ class DDP(ManyProcesses):
         if self._has_summed:
             self._has_summed = False
         elif closes and (self._is_stuck or _is_whole(module)):
-            self._await_forwards()
             self._sum_nothing(module)
         elif closes:
             self._finish_backward()
@@ -185,18 +164,6 @@ class DDP(ManyProcesses):
         module._match_all_reduce_for_bwd_pass()
         if self.find_unused_parameters:
             module._match_unused_params_allreduce()
-
-    def _await_forwards(self) -> None:
-        """Wait until the others have come to their sums, since a policy may talk in its forward, of which nobody knows.
-
-        For half of the time that a collective has: where they wait in one for this rank, it ends before they do.
-
-        Raises:
-            DistError: They do not come there.
-        """
-        assert self._roll_call is not None
-        for rank in {*range(self.world_size)} - {self.rank}:
-            self._roll_call.ask(self._forward_of(rank), self.timeout / 2, of=rank)
 
     def _finish_backward(self) -> None:
         """Give a gradient of zero to each parameter that had none; torch tells by an error alone which had one."""
@@ -239,19 +206,17 @@ class DDP(ManyProcesses):
 
 
 class _Door(nn.Module):
-    """Lets torch's wrapper, which calls ``forward`` only, call any function that runs the policy, and ``after`` it."""
+    """Lets torch's wrapper, which calls ``forward`` only, call any function that runs the policy."""
 
-    def __init__(self, policy: nn.Module, after: Callable[[], None], nobodys_on: torch.device | None) -> None:
+    def __init__(self, policy: nn.Module, nobodys_on: torch.device | None) -> None:
         super().__init__()
-        self.policy, self._after = policy, after
+        self.policy = policy
         # Behind the policy's, by whose numbers torch says which got no gradient. No optimizer moves it.
         self.nobodys = nn.ParameterList([] if nobodys_on is None else [torch.zeros(1, device=nobodys_on)])
 
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""
-        result = (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
-        self._after()
-        return result
+        return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
 
 
 @contextmanager

@@ -68,33 +68,28 @@ class RollCall:
         """Keep what this rank is about to do, plain values, for ranks that fail and ask; costs next to nothing.
 
         Args:
-            number: Its place in the order of what is done, by which it is asked for. All ranks note the same of it,
-                or one alone has this number.
+            number: Its place in the order of what is done, by which it is asked for. All ranks note the same of it.
         """
         self._notes.append((number, what))
 
-    def ask(self, number: int, patience_s: float, of: int | None = None) -> Any:
+    def ask(self, number: int, patience_s: float) -> Any:
         """What another rank has noted, waited for as long as one is left; ``None`` once all have left.
-
-        Args:
-            of: The one rank that notes this number; ``None`` where all do.
 
         Raises:
             DistError: It takes too long, or nobody else is there.
         """
         name, began = f"{_TOLD} {number}", time.monotonic()
-        asked = {*range(self._world_size)} if of is None else {of}
-        left = [f"{_LEFT} {rank}" for rank in asked]
+        others = {*range(self._world_size)} - {self._rank}
         for key in (_ASKED, _CALL):
             self._store.set(key, "")
         while True:
-            nobody_is_left = self._store.check(left)  # looked at first: a rank tells all before it leaves
+            nobody_is_left = self._store.check(self._keys(_LEFT))  # looked at first: a rank tells all before it leaves
             if self._store.check([name]):
                 return json.loads(self._store.get(name))
             if nobody_is_left:
                 return None
             waited = time.monotonic() - began
-            is_alone = waited > self.patience_s and asked - {self._rank} <= {*self._without(_PRESENT)}
+            is_alone = waited > self.patience_s and others <= {*self._without(_PRESENT)}
             if waited > patience_s or is_alone:
                 raise distributed.DistError(f"no rank told within {waited:.1f} s what it does")
             time.sleep(_TELL_S)

@@ -154,7 +154,7 @@ class TrainingData(ABC):
             index += len(window)
             if self.carries_state:
                 self._drawn_to(epoch, index)
-                self._carried.forget(epoch, index - 3 * self._accumulate)  # one window is ahead, one under way
+                self._carried.forget(epoch, index - 4 * self._accumulate)  # two may be ahead, one is under way
             yield window
         self._drawn_to(epoch + 1, 0)
         self._carried.note_end(epoch, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-from toys import assert_equal
+from toys import assert_equal, data_of
 
 from policyfit import Callback, Checkpoint, CheckpointError, Trainer
+from policyfit.trainer.data import TrainingData
 
 N = 22
 
@@ -191,6 +193,27 @@ def test_seen_samples_are_not_read_again(tmp_path: Path, kind: str) -> None:
     fit(tmp_path, source, 1, 4, resume="last")
     reads = getattr(source, "dataset", source).reads
     assert len(reads) <= 12  # a batch, a buffer and what is drawn ahead; dropping would have read twelve before those
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_states_are_kept_as_far_back_as_a_failure_of_ranks_goes_also_where_a_device_copies_ahead(
+    accumulate: int,
+) -> None:
+    def data() -> TrainingData:
+        return data_of(Stream(), 0, 2, batch_size=1, accumulate=accumulate)
+
+    plain = data()
+    stood = {batch.index: plain.state(0, batch.index) for batch in plain.epoch(0)}
+    assert len({state["source"]["position"] for state in stood.values() if state}) > 4
+    copying = data()
+    copied = copying.epoch(0)
+    ahead = list(islice(copied, 1))
+    while ahead:
+        index = ahead.pop().index
+        ahead = list(islice(copied, 1))
+        begins = max(0, index // accumulate - 1) * accumulate  # of the window before, which came to nothing too
+        state, then = copying.state(0, begins), stood[begins]
+        assert (state or {}).get("source") == (then or {}).get("source"), index  # none before anything is drawn
 
 
 def test_iterable_in_workers_is_not_exact_and_the_plan_says_what_would_be(tmp_path: Path) -> None:
