@@ -49,7 +49,7 @@ class Breaks(nn.Module):
             register_module_forward_pre_hook(partial(self._fail, "every"))
         x = batch["x"].requires_grad_(self.where == "last") * 1.0
         if self.where == "last":
-            x.register_hook(partial(self._fail, "last"))
+            x.register_hook(partial(self._fail, "last"))  # type: ignore[no-untyped-call]
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             x = block(x)
