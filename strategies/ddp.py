@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from .errors import ConfigError, DistributedError, in_words, some
 from .group import ManyProcesses
@@ -45,7 +45,6 @@ class DDP(ManyProcesses):
         self.find_unused_parameters = find_unused_parameters
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._has_sync_batchnorm = False
         self._has_summed = False  # whether the micro-batch that failed has made its sums
         self._is_stuck = False  # whether torch's wrapper may wait for the end of a backward that was left by an error
 
@@ -64,7 +63,6 @@ class DDP(ManyProcesses):
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
         self._has_summed = self._is_stuck = False
-        self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         self._trainable = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in policy.named_parameters() if not p.requires_grad]
         self._door = _Door(policy, self._device if self.find_unused_parameters else None)
@@ -185,16 +183,16 @@ class DDP(ManyProcesses):
         return self._is_alone
 
     def _check_can_stand_in(self) -> None:
-        """Refuse where the forwards of ranks that are at work talk in a SyncBatchNorm: nobody knows what they say.
+        """Refuse where the forwards of ranks that are at work talk by themselves: nobody knows what they say.
 
         Raises:
-            DistributedError: The policy has one.
+            DistributedError: The policy has a SyncBatchNorm, or its own code has made a collective.
         """
         assert self._roll_call is not None
-        if self._has_sync_batchnorm and not self._roll_call.all_have_left():
+        if self._door.talks and not self._roll_call.all_have_left():
             raise DistributedError(
-                "The policy's SyncBatchNorm talks to the other ranks in the forward, in which no rank can be stood in "
-                "for, so that they lose this one."
+                "The policy talks to the other ranks in its forward, by a SyncBatchNorm or a collective of its own "
+                "code, in which no rank can be stood in for, so that they lose this one."
             )
 
     def _trained(self) -> list[nn.Parameter]:
@@ -213,10 +211,22 @@ class _Door(nn.Module):
         self.policy = policy
         # Behind the policy's, by whose numbers torch says which got no gradient. No optimizer moves it.
         self.nobodys = nn.ParameterList([] if nobodys_on is None else [torch.zeros(1, device=nobodys_on)])
+        #: Whether a forward has made a collective, as far as that is known.
+        self.talks = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
 
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""
-        return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
+        before = _collectives_so_far()
+        try:
+            return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
+        finally:
+            self.talks = self.talks or _collectives_so_far() != before
+
+
+def _collectives_so_far() -> int:
+    """How many the group of all ranks has made; on Gloo and NCCL, on which torch counts them."""
+    group: Any = distributed.group.WORLD
+    return int(group._get_sequence_number_for_group()) if group.name() in ("gloo", "nccl") else 0  # a microsecond
 
 
 @contextmanager

@@ -218,7 +218,11 @@ def precisions_in(remedy: str) -> Iterator[Any]:
 
 @each_machine
 @pytest.mark.parametrize("on", ["auto", "cpu"])
-@pytest.mark.parametrize("request_", ["bf16", "fp16", BF16(allow_emulated=True), FP16(allow_cpu=True)], ids=str)
+@pytest.mark.parametrize(
+    "request_",
+    ["bf16", "fp16", BF16(allow_emulated=True), FP16(allow_cpu=True)],
+    ids=["bf16", "fp16", "emulated", "on cpu"],
+)
 def test_precision_that_a_refusal_offers_is_accepted_on_that_machine(machine: Machine, on: str, request_: Any) -> None:
     device = resolve_device(on, machine.facts).value.device
     try:

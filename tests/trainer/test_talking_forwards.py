@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from failing import Tears
 from processes import run
@@ -54,7 +55,7 @@ class Talks(Policy):
 
 def talked(
     folder: str, fails_at: int, failing: tuple[int, ...] = (1,), resume: str | None = None,
-    factor: float = 1.0, tears: int | None = None,
+    factor: float = 1.0, tears: int | None = None, own_code: bool = False,
 ) -> list[str]:  # fmt: skip
     if failing != (0, 1):  # where all fail they are waited for
         RollCall.patience_s = 0.3
@@ -66,24 +67,26 @@ def talked(
     )  # fmt: skip
     optimizer: Any = AdamW if tears is None else partial(Tears, rank=tears, factor=2.0)
     try:
-        trainer.fit(Talks(fails_at, failing, factor), Samples(), resume=resume, optimizer=optimizer)
+        policy = Talks(fails_at, failing, factor, Own() if own_code else None)
+        trainer.fit(policy, Samples(), resume=resume, optimizer=optimizer)
     except Exception as error:
         return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     return [trainer.plan.text()]
 
 
-def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(tmp_path: Path) -> None:
-    others, own = run(talked, str(tmp_path), 7, limit_s=20.0)
+@pytest.mark.parametrize("own_code", [False, True])
+def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(tmp_path: Path, own_code: bool) -> None:
+    others, own = run(talked, str(tmp_path), 7, (1,), None, 1.0, None, own_code, limit_s=20.0)
     assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
     assert own[0] == "RuntimeError: only on this rank"
-    assert "The policy's SyncBatchNorm talks to the other ranks in the forward" in own[1]
+    assert "The policy talks to the other ranks in its forward, by a SyncBatchNorm or a collective of its own" in own[1]
     checkpoints = tmp_path / "run" / "checkpoints"
     assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 2
     kept = checkpoints / "000003-exception"
-    mended, _ = run(talked, str(tmp_path / "mended"), -1, (1,), str(kept), limit_s=20.0)
+    mended, _ = run(talked, str(tmp_path / "mended"), -1, (1,), str(kept), 1.0, None, own_code, limit_s=20.0)
     assert "the random streams of the rank that saved it alone, for rank 0" in mended[0]
     assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
-    run(talked, str(tmp_path / "straight"), -1, limit_s=20.0)
+    run(talked, str(tmp_path / "straight"), -1, (1,), None, 1.0, None, own_code, limit_s=20.0)
     ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
     same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
 
