@@ -2,7 +2,7 @@
 
     setup                                      device, precision and optimizers are in place, nothing has run
     on_load_checkpoint                         only when resuming; load_state_dict came before setup
-    on_fit_start
+    on_fit_start                               when resuming, what hooks froze or thawed later is so again after it
     for each epoch:
         on_train_epoch_start                   not again when a run is resumed inside the epoch
         for each micro-batch:

@@ -56,9 +56,9 @@ class DDP(ManyProcesses):
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
 
-        A first backward is made in it, of zeros, after which it lays its buckets anew. Sums over three ranks and more
-        are rounded by where a gradient lies, and a run that goes on would do so one step later; and ranks talk in it,
-        to which one that fails before its first forward would not come.
+        A backward of zeros is made first, and the buckets are laid out anew from it, as torch otherwise does before
+        the second forward. A resumed run would do that at another step, and so round sums over three or more ranks
+        otherwise; and ranks talk while they do it, which one that fails before that forward would miss.
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
@@ -151,7 +151,7 @@ class DDP(ManyProcesses):
         self._check_can_stand_in()
         if self._has_summed:
             self._has_summed = False
-        elif closes and (self._is_stuck or _is_whole(module)):
+        elif closes and (self._is_stuck or _has_ended(module)):
             self._sum_nothing(module)
         elif closes:
             self._finish_backward()
@@ -224,7 +224,7 @@ class _Door(nn.Module):
 
 
 def _collectives_so_far() -> int:
-    """How many the group of all ranks has made; on Gloo and NCCL, on which torch counts them."""
+    """How many the group of all ranks has made, where torch counts them; it does not those of other groups."""
     group: Any = distributed.group.WORLD
     return int(group._get_sequence_number_for_group()) if group.name() in ("gloo", "nccl") else 0  # a microsecond
 
@@ -259,7 +259,7 @@ def _nothing(parameter: Tensor) -> Tensor:
     return parameter.reshape(-1)[:1].sum() * 0.0
 
 
-def _is_whole(module: Any) -> bool:
+def _has_ended(module: Any) -> bool:
     """Whether no backward that sums was left in its middle."""
     try:
         module._check_reducer_finalized()

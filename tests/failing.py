@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import SGD
 from torch.utils.data import IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from policyfit import Callback, Trainer
 
@@ -37,6 +38,7 @@ class Breaks(nn.Module):
         self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
         self.blocks = nn.ModuleList([Block(width, 0.0) for _ in range(3)])
         self.where, self.left = where, forward if str(rank) == os.environ.get("RANK") else math.inf
+        self.everywhere: list[RemovableHandle] = []  # hooks on all modules there are
 
     def _fail(self, where: str, *_: Any) -> None:
         if where == self.where and self.left < 0:
@@ -46,7 +48,7 @@ class Breaks(nn.Module):
         self.left -= 1
         self._fail("before")
         if self.where == "every" and self.left < 0:
-            register_module_forward_pre_hook(partial(self._fail, "every"))
+            self.everywhere.append(register_module_forward_pre_hook(partial(self._fail, "every")))
         x = batch["x"].requires_grad_(self.where == "last") * 1.0
         if self.where == "last":
             x.register_hook(partial(self._fail, "last"))  # type: ignore[no-untyped-call]

@@ -127,6 +127,11 @@ class Agreement:
         self.exit_code = max(self.exit_code, int(said.stop) - 1)
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether one rank comes to a smaller window than another, or to none."""
+        return self.shortest < self.next_window
+
+    @property
     def is_ending(self) -> bool:
         """Whether there is something to end for, as far as this rank has settled its updates."""
         return self._agreed_at is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..strategies.distributed import AT_THE_START
 from ..strategies.errors import DistributedError
 from ..strategies.lost import named
-from .describe import class_of, describe
+from .describe import class_of, describe, frozen
 from .parts import parts
 from .restore import freeze_again, restore
 from .resume import Origin
@@ -61,8 +61,9 @@ def begin_run(
         _tell_callbacks(run, origin)
     run.is_open = True
     run.callbacks.call("on_fit_start", trainer, policy)
+    run.frozen = frozen(policy)
     if origin is not None:
-        freeze_again(run, origin.saved)
+        freeze_again(run, origin.saved, str(origin))
 
 
 def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | None) -> Path:

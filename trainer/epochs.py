@@ -154,7 +154,8 @@ class TrainingData(ABC):
             index += len(window)
             if self.carries_state:
                 self._drawn_to(epoch, index)
-                self._carried.forget(epoch, index - 4 * self._accumulate)  # two may be ahead, one is under way
+                # Two may be ahead, one is under way, and the one before may come to nothing with it.
+                self._carried.forget(epoch, index - 4 * self._accumulate)
             yield window
         self._drawn_to(epoch + 1, 0)
         self._carried.note_end(epoch, index)

@@ -21,7 +21,7 @@ from ..strategies.precision import PrecisionStrategy, check_parameters
 from .agreement import MAILBOX_SIZE
 from .alike import check_settings, order_of_parameters, settings_to_compare
 from .counters import Counters
-from .describe import class_of, frozen
+from .describe import class_of
 from .fused import prepare_optimizer
 from .movers import Movers, make_movers, unmoved
 from .optimizer import OptimizerFactory, trainable
@@ -105,7 +105,6 @@ def prepare(
         settings=settings,
         seed=seed,
         movers=movers.settings,
-        frozen=frozen(policy),
     )
     return run, threads
 

@@ -68,12 +68,6 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     if taken := [key for key in states if key not in missing]:
         report.kept.append(f"the state of {', '.join(taken)}")
     report.reset += [f"the state of {key}: the run has no such callback" for key in missing]
-    with _taking_back("what was frozen", checkpoint):
-        began, since = saved.callbacks.get("frozen", (run.frozen, run.frozen))
-    if began != run.frozen:
-        report.changed.append("other parameters are frozen from the beginning, so what was frozen since is not")
-    elif since != began:
-        report.kept.append("what was frozen and thawed since the beginning")
     streams = [saved.rng, *saved.rng_of_others]
     run.streams = streams[run.distribution.rank] if run.distribution.rank < len(streams) else _new_streams(run)
     ranks_before = manifest.get("world_size", len(streams))
@@ -105,15 +99,25 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     ]
 
 
-def freeze_again(run: Run, saved: CheckpointState) -> None:
-    """Freeze and thaw what a hook had before the save, in an epoch whose beginning does not come again.
+def freeze_again(run: Run, saved: CheckpointState, checkpoint: Path | str) -> None:
+    """Freeze and thaw what hooks had between ``on_fit_start`` and the save, since theirs may not come again.
 
-    Not where other parameters are frozen from the beginning.
+    Not where ``on_fit_start`` has left other parameters frozen than in the run that was saved: an event says so.
+
+    Raises:
+        CheckpointError: What was frozen cannot be read.
     """
-    began, since = saved.callbacks.get("frozen", (None, []))
-    if began == run.frozen:
-        for name, parameter in run.policy.named_parameters():
-            parameter.requires_grad_(name not in since)
+    with _taking_back("what was frozen", checkpoint):
+        began, since = saved.callbacks.get("frozen", (run.frozen, run.frozen))
+        if since != began == run.frozen:
+            for name, parameter in run.policy.named_parameters():
+                parameter.requires_grad_(name not in since)
+    if since != began != run.frozen:
+        message = (
+            "other parameters are frozen at the beginning than in the run that was saved, so what its hooks froze and "
+            "thawed afterwards is left as it is here"
+        )
+        run.trainer.event("warning", source="resume", message=message)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies.errors import CallbackError, DistributedError
+from ..strategies.errors import CallbackError
 from .counters import Counters
 from .data import MicroBatch, TrainingData
 from .metrics import Means
@@ -25,7 +25,7 @@ from .rng import restore
 from .saving import Saver
 from .schedule import Schedule
 from .settings import Settings
-from .shares import SAME_DATA, uneven_windows
+from .shares import uneven_windows
 from .update import Updater
 from .validation import validate
 
@@ -49,8 +49,8 @@ class Run:
     seed: int
     #: The settings of optimizers and schedules before the first step, by name; see ``movers.py``.
     movers: dict[str, Any]
-    #: Names of the parameters that are frozen before a hook has seen the policy.
-    frozen: list[str]
+    #: Names of the parameters that are frozen once ``on_fit_start`` has been.
+    frozen: list[str] = field(default_factory=list)
     means: Means = field(default_factory=Means)
     lock: ExitStack = field(default_factory=ExitStack)
     run_dir: Path = Path()
@@ -125,7 +125,11 @@ class Run:
     # Epochs --------------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> Iterator[MicroBatch]:
-        """The micro-batches of the epoch under way, from the first that was not used, on the device."""
+        """The micro-batches of the epoch under way, from the first that was not used, on the device.
+
+        Raises:
+            DistributedError: Its first window has fewer on one rank than on another.
+        """
         start = self.counters.batch_in_epoch
         self.place.index = self.place.end = start
         self.place.meeting = True
@@ -145,14 +149,15 @@ class Run:
         return chain(iter(first), batches)  # its iterator lets the first go once it is used; the list would not
 
     def end_epoch(self) -> None:
-        """The epoch's data is used up: settle its last update and go on to the next epoch; ranks meet at its end."""
+        """The epoch's data is used up: settle its last update and go on to the next epoch; ranks meet at its end.
+
+        Raises:
+            DistributedError: It is not on other ranks.
+        """
         counters = self.counters
         self.updater.settle()
-        if self.updater.agreement.next_window:  # the others go on to another window
-            raise DistributedError(
-                f"The data of rank {self.distribution.rank} gives {counters.batch_in_epoch} micro-batches in epoch "
-                f"{counters.epoch}, and that of another rank more: it would wait for this one.\n{SAME_DATA}"
-            )
+        if most := self.updater.agreement.next_window:  # the others go on to another window
+            raise uneven_windows(counters.epoch, 0, most)
         self.place.meeting = True
         if self.updater.agreement.is_ending:  # by all: every rank has settled every update
             self._take_agreement()
@@ -199,12 +204,16 @@ class Run:
         )
 
     def at_step(self) -> None:
-        """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``."""
+        """Settle, and if a step was made do what is due at it, in this order: log, validate, ``on_due``.
+
+        Raises:
+            DistributedError: The next window has fewer micro-batches on one rank than on another.
+        """
         self.saver.check()
         self.updater.settle()
-        sizes = self.updater.agreement
-        if self._must_know_sizes and sizes.shortest < sizes.next_window and not (self.done or self.updater.ends_now):
-            raise uneven_windows(self.counters.epoch, sizes.shortest, sizes.next_window)
+        agreed = self.updater.agreement
+        if self._must_know_sizes and agreed.is_uneven and not (self.done or self.updater.ends_now):
+            raise uneven_windows(self.counters.epoch, agreed.shortest, agreed.next_window)
         while self.saver.notices:
             self.trainer.event("warning", source="checkpoint", message=self.saver.notices.pop(0))
         meets = self.meets()

@@ -96,15 +96,15 @@ class RunCommands(RunView):
             path: A folder; ``None`` is ``RUN_DIR/checkpoints/STEP``, to which ``last`` then points.
             background: Return once everything is copied, and write while training goes on. The folder appears when it
                 is complete; an error ends the run at its next step. A save still under way is waited for first.
-            exact: ``False`` saves also inside a window, without its gradients, which comes again after a resume. It
-                needs a ``path`` of your own, by which alone a resume takes it, and of several ranks a place where they
-                meet.
+            exact: ``False`` saves also inside a window of a run of one process, without its gradients, and the window
+                comes again after a resume; several ranks save where they meet alone. It needs a ``path`` of your own,
+                by which alone a resume takes it.
             remote: An fsspec URL to which the checkpoint is copied once it is complete.
             consolidated: Write ``model.safetensors`` as a whole also where each rank writes the weights that it holds.
 
         Raises:
-            CallbackError: Called inside a window, whose gradients no checkpoint holds, or where ranks do not meet;
-                ``on_due`` is the place. Or not ``exact``, and without a path.
+            CallbackError: Called where ranks do not meet, or, if ``exact``, inside a window, whose gradients no
+                checkpoint holds; ``on_due`` is the place. Or not ``exact``, and without a path.
             CheckpointError: It could not be written; earlier checkpoints are untouched.
             TrainingDiverged: Weights or buffers are no longer finite.
         """

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from ..strategies.errors import DistributedError
 
-SAME_DATA = "Data that all ranks read must give the same on each, whatever its number."
-
 
 class Share(NamedTuple):
     """Samples of a micro-batch: those of this rank that count, none in padding, and those of all ranks."""
@@ -99,8 +97,9 @@ def counted(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def uneven_windows(epoch: int, fewest: int, most: int) -> DistributedError:
-    """The error where the next window of one rank has fewer micro-batches than that of another, or none."""
+    """The error where a window of one rank has fewer micro-batches than the same of another, or none."""
     return DistributedError(
-        f"In epoch {epoch} the data of one rank ends before that of another: their next windows have {fewest} and "
-        f"{most} micro-batches, so that one would wait for the other.\n{SAME_DATA}"
+        f"In epoch {epoch} one rank's data ends before another's: it has {fewest} micro-batches in a window where the "
+        f"other has {most}, which would wait for it.\nData that all ranks read must give the same on each, whatever "
+        "its number."
     )

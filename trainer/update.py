@@ -106,7 +106,7 @@ class Updater:
 
         Args:
             next_window: Micro-batches of the window that comes next in the epoch; ``None`` where nobody
-                knows, in a run of one process alone.
+                knows, which is so in a run of one process only.
             is_due_at: Whether something is to be done at a step, for which ranks then meet.
 
         Raises:
@@ -168,7 +168,7 @@ class Updater:
     def _begin(self) -> None:
         self.settle()
         agreed = self.agreement
-        if 0 < agreed.shortest < agreed.next_window and not agreed.has_failed:  # a rank that has none says so itself
+        if agreed.is_uneven and agreed.shortest and not agreed.has_failed:  # a rank that has none says so itself
             raise uneven_windows(self._counters.epoch, agreed.shortest, agreed.next_window)
         self._distribution.release()
         self.aimed_step = self._counters.step + 1

@@ -53,22 +53,24 @@ class Talks(Policy):
             raise RuntimeError("only on this rank")
 
 
-def talked(
-    folder: str, fails_at: int, failing: tuple[int, ...] = (1,), resume: str | None = None,
-    factor: float = 1.0, tears: int | None = None, own_code: bool = False,
-) -> list[str]:  # fmt: skip
-    if failing != (0, 1):  # where all fail they are waited for
+SETTINGS: dict[str, Any] = {"fails_at": 7, "failing": (1,), "factor": 1.0, "tears": None, "own_code": False}
+
+
+def talked(folder: str, settings: dict[str, Any], distributed: str = "ddp", resume: str | None = None) -> list[str]:
+    chosen = SETTINGS | settings
+    if chosen["failing"] != (0, 1):  # where all fail they are waited for
         RollCall.patience_s = 0.3
     # Torch's wrapper refuses the layer on a CPU.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
     trainer = Trainer(
-        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed="ddp",
-        callbacks=[Checkpoint(every_steps=2 if tears is None else 3)],
+        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run",
+        distributed=FSDP(timeout=2.5) if distributed == "fsdp" else distributed,
+        callbacks=[Checkpoint(every_steps=2 if chosen["tears"] is None else 3)],
     )  # fmt: skip
-    optimizer: Any = AdamW if tears is None else partial(Tears, rank=tears, factor=2.0)
+    tears: Any = partial(Tears, rank=chosen["tears"], factor=2.0)
+    policy = Talks(chosen["fails_at"], chosen["failing"], chosen["factor"], Own() if chosen["own_code"] else None)
     try:
-        policy = Talks(fails_at, failing, factor, Own() if own_code else None)
-        trainer.fit(policy, Samples(), resume=resume, optimizer=optimizer)
+        trainer.fit(policy, Samples(), resume=resume, optimizer=AdamW if chosen["tears"] is None else tears)
     except Exception as error:
         return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     return [trainer.plan.text()]
@@ -76,35 +78,24 @@ def talked(
 
 @pytest.mark.parametrize("own_code", [False, True])
 def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(tmp_path: Path, own_code: bool) -> None:
-    others, own = run(talked, str(tmp_path), 7, (1,), None, 1.0, None, own_code, limit_s=20.0)
+    others, own = run(talked, str(tmp_path), {"own_code": own_code}, limit_s=20.0)
     assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
     assert own[0] == "RuntimeError: only on this rank"
     assert "The policy talks to the other ranks in its forward, by a SyncBatchNorm or a collective of its own" in own[1]
     checkpoints = tmp_path / "run" / "checkpoints"
     assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 2
     kept = checkpoints / "000003-exception"
-    mended, _ = run(talked, str(tmp_path / "mended"), -1, (1,), str(kept), 1.0, None, own_code, limit_s=20.0)
+    healthy = {"own_code": own_code, "fails_at": -1}
+    mended, _ = run(talked, str(tmp_path / "mended"), healthy, "ddp", str(kept), limit_s=20.0)
     assert "the random streams of the rank that saved it alone, for rank 0" in mended[0]
     assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
-    run(talked, str(tmp_path / "straight"), -1, (1,), None, 1.0, None, own_code, limit_s=20.0)
+    run(talked, str(tmp_path / "straight"), healthy, limit_s=20.0)
     ends = [read_checkpoint(tmp_path / name / "run" / "checkpoints" / "last") for name in ("mended", "straight")]
     same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
 
 
-def talked_by_itself(folder: str) -> list[str]:
-    trainer = Trainer(
-        "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run", distributed=FSDP(timeout=2.5),
-        callbacks=[Checkpoint(every_steps=2)],
-    )  # fmt: skip
-    try:
-        trainer.fit(Talks(7, (1,), 1.0, Own()), Samples())
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    return []
-
-
 def test_sharded_rank_that_fails_where_code_of_the_policy_talks_is_told_of_in_time(tmp_path: Path) -> None:
-    others, own = run(talked_by_itself, str(tmp_path), limit_s=30.0)
+    others, own = run(talked, str(tmp_path), {"own_code": True}, "fsdp", limit_s=30.0)
     assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
     assert own == ["RuntimeError: only on this rank"]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -112,7 +103,7 @@ def test_sharded_rank_that_fails_where_code_of_the_policy_talks_is_told_of_in_ti
 
 
 def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_have(tmp_path: Path) -> None:
-    ends = run(talked, str(tmp_path), 7, (1, 2), ranks=3, limit_s=20.0)
+    ends = run(talked, str(tmp_path), {"failing": (1, 2)}, ranks=3, limit_s=20.0)
     assert ends[0][0].startswith("RanksLost: Rank ")
     assert [len(end) for end in ends] == [1, 2, 2]  # with no note but that they could not be stood in for
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -120,19 +111,19 @@ def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_h
 
 
 def test_rank_alone_whose_weights_are_not_finite_keeps_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
-    own = run(talked, str(tmp_path), 7, (1,), None, math.nan, limit_s=15.0)[1]
+    own = run(talked, str(tmp_path), {"factor": math.nan}, limit_s=15.0)[1]
     assert own[0] == "RuntimeError: only on this rank"
     assert "TrainingDiverged: At step 3 these are inf or NaN and are not saved: last.bias." in own[2]
 
 
 def test_rank_alone_that_broke_off_an_update_keeps_what_there_is(tmp_path: Path) -> None:
-    own = run(talked, str(tmp_path), -1, (1,), None, 1.0, 1, limit_s=15.0)[1]
+    own = run(talked, str(tmp_path), {"fails_at": -1, "tears": 1}, limit_s=15.0)[1]
     assert own[0] == "RuntimeError: in the middle of a step"
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["000003", "000004-exception", "last"]
 
 
 def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path) -> None:
-    ends = run(talked, str(tmp_path), 7, (0, 1), limit_s=20.0)
+    ends = run(talked, str(tmp_path), {"failing": (0, 1)}, limit_s=20.0)
     assert ends == [["RuntimeError: only on this rank"]] * 2
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3

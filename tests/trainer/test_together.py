@@ -443,7 +443,8 @@ def test_rank_that_is_alone_with_what_needs_all_is_refused_before_anybody_waits(
     others, own = run(alone_with_it, str(tmp_path), distributed, limit_s=60.0)
     for text in (own[0], others[0]):
         assert text.startswith("DistributedError: At step 3 something is due on one rank, but nothing on another.")
-    for what, refused, told in zip((*["save_checkpoint()"] * 2, "evaluate()"), own[1:], others[1:], strict=True):
+    calls = ("save_checkpoint()", "save_checkpoint()", "evaluate()")
+    for what, refused, told in zip(calls, own[1:], others[1:], strict=True):
         assert refused.startswith(f"CallbackError: {what} needs every rank")
         assert f"Rank 1 failed, so all ended after update 5: {refused.splitlines()[0]}" in told
 
