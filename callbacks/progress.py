@@ -64,7 +64,7 @@ class Progress(Callback):
     def on_update_end(self, trainer: Trainer, policy: nn.Module, outcome: Outcome) -> None:
         """Count, and redraw the bar if the last time is long ago."""
         self._step = outcome.step
-        if not outcome.landed:
+        if not outcome.landed and outcome.reason not in ("failed", "not_alike"):  # which are not counted in the end
             self._skipped += 1
         if self._bar is not None and time.monotonic() >= self._next_refresh:
             if outcome.scale is not None:

@@ -15,9 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
+from .device import DeviceStrategy
+from .distributed import OF_A_CALLBACK
 from .errors import ConfigError, DistributedError, in_words, some
+from .foreign import Foreign
 from .group import ManyProcesses
 
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class DDP(ManyProcesses):
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._has_summed = False  # whether the micro-batch that failed has made its sums
+        self._sums = 0  # collectives of the backward that closes a window
         self._is_stuck = False  # whether torch's wrapper may wait for the end of a backward that was left by an error
 
     @property
@@ -53,12 +57,17 @@ class DDP(ManyProcesses):
         """With how unused parameters are met."""
         return {**super().options, "find_unused_parameters": self.find_unused_parameters}
 
+    def _join(self, device: DeviceStrategy, backend: str) -> None:
+        super()._join(device, backend)
+        self._foreign = Foreign(device.device)
+
     def _wrap(self, policy: nn.Module) -> nn.Module:
         """Torch's wrapper around the policy, which sends rank 0's weights and buffers to all.
 
         A backward of zeros is made first, and the buckets are laid out anew from it, as torch otherwise does before
         the second forward. A resumed run would do that at another step, and so round sums over three or more ranks
-        otherwise; and ranks talk while they do it, which one that fails before that forward would miss.
+        otherwise; and ranks talk while they do it, which one that fails before that forward would miss. By another
+        such backward it is known how many sums an update makes.
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
@@ -85,9 +94,14 @@ class DDP(ManyProcesses):
             warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = accelerator.prepare_model(self._door)
         self._take_from_rank_0(policy.buffers())
+        self._foreign.found = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
         with warnings.catch_warnings(action="ignore"):  # of zeros no parameter is left out, as torch says once
             self._backward_of_zero(wrapped, self._trained())
-        wrapped.reducer._rebuild_buckets()  # type: ignore[operator, union-attr]
+            wrapped.reducer._rebuild_buckets()  # type: ignore[operator, union-attr]
+            self._foreign.begin()
+            self._backward_of_zero(wrapped, self._trained())
+        self._sums = self._foreign.made()
+        self._foreign.begin()
         policy.zero_grad()
         return wrapped
 
@@ -148,6 +162,8 @@ class DDP(ManyProcesses):
 
         Takes the memory of all gradients.
         """
+        if not (self._has_summed or self._is_stuck) and _has_ended(module):
+            self._foreign.look(0)  # those of the window in which it failed
         self._check_can_stand_in()
         if self._has_summed:
             self._has_summed = False
@@ -177,22 +193,44 @@ class DDP(ManyProcesses):
                         raise
                     parameter.grad = gradient  # torch refuses in the end one that is no view of its bucket
 
+    def reduce_max(self, flags: Tensor) -> None:
+        """One all-reduce; by now every sum of the window is made, and no more than these by the run itself."""
+        if not self._aborts:  # else this rank has made what it could
+            self._foreign.look(self._sums)
+        super().reduce_max(flags)
+        self._foreign.begin()
+
+    def sync_buffers(self, *, failed: bool = False) -> None:
+        """One broadcast for each type of buffer; none without buffers."""
+        with self._foreign.besides():
+            super().sync_buffers(failed=failed)
+
+    def gather(self, value: T, place: str = OF_A_CALLBACK) -> list[T]:
+        """Every rank's value on every rank; waits. What was made where ranks meet is in nobody's way."""
+        values = super().gather(value, place)
+        if not self._is_alone:
+            self._foreign.begin()
+        return values
+
+    def _place(self) -> int:
+        return self._foreign.count()
+
     def stay_alone(self) -> bool:
         """It has all weights; of several that have failed the first to say so keeps them."""
         self._is_alone = self._spoke_first
         return self._is_alone
 
     def _check_can_stand_in(self) -> None:
-        """Refuse where the forwards of ranks that are at work talk by themselves: nobody knows what they say.
+        """Refuse where others than the run talk, unless all ranks have failed, and at the same place of that.
 
         Raises:
-            DistributedError: The policy has a SyncBatchNorm, or its own code has made a collective.
+            DistributedError: A SyncBatchNorm or user code may wait in a collective that this rank cannot make.
         """
         assert self._roll_call is not None
-        if self._door.talks and not self._roll_call.all_have_left():
+        if self._foreign.found and not self._roll_call.all_have_left():
             raise DistributedError(
-                "The policy talks to the other ranks in its forward, by a SyncBatchNorm or a collective of its own "
-                "code, in which no rank can be stood in for, so that they lose this one."
+                "The policy or a callback talks to the other ranks by itself, by a SyncBatchNorm or a collective of "
+                "its own code, in which no rank can be stood in for, so that they lose this one."
             )
 
     def _trained(self) -> list[nn.Parameter]:
@@ -211,22 +249,10 @@ class _Door(nn.Module):
         self.policy = policy
         # Behind the policy's, by whose numbers torch says which got no gradient. No optimizer moves it.
         self.nobodys = nn.ParameterList([] if nobodys_on is None else [torch.zeros(1, device=nobodys_on)])
-        #: Whether a forward has made a collective, as far as that is known.
-        self.talks = any(isinstance(module, nn.SyncBatchNorm) for module in policy.modules())
 
     def forward(self, *arguments: Any, policyfit_step: Callable[..., Any] | None = None, **named: Any) -> Any:
         """That function, or the policy's forward."""
-        before = _collectives_so_far()
-        try:
-            return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
-        finally:
-            self.talks = self.talks or _collectives_so_far() != before
-
-
-def _collectives_so_far() -> int:
-    """How many the group of all ranks has made, where torch counts them; it does not those of other groups."""
-    group: Any = distributed.group.WORLD
-    return int(group._get_sequence_number_for_group()) if group.name() in ("gloo", "nccl") else 0  # a microsecond
+        return (self.policy if policyfit_step is None else policyfit_step)(*arguments, **named)
 
 
 @contextmanager

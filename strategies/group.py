@@ -10,6 +10,7 @@ import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -254,15 +255,23 @@ class ManyProcesses(DistributionStrategy):
         Raises:
             DistributedError: A rank has built another policy than rank 0.
         """
-        tensors = [*policy.named_parameters(), *policy.named_buffers()]
-        shape = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
-        digests = self.gather(hashlib.sha256(shape.encode()).hexdigest(), AT_THE_START)
+        kinds = {True: ", trained", False: ", frozen"}
+        shapes = [_shape(name, p, kinds[p.requires_grad]) for name, p in policy.named_parameters()]
+        shapes += [_shape(name, buffer) for name, buffer in policy.named_buffers()]
+        digests = self.gather(hashlib.sha256(repr(shapes).encode()).hexdigest(), AT_THE_START)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
+            of_ranks = self.gather(shapes, AT_THE_START)
+            pairs = zip_longest(of_ranks[other[0]], of_ranks[0], fillvalue="nothing more")
+            found, expected = next(pair for pair in pairs if pair[0] != pair[1])
             raise DistributedError(
-                f"{named(other)} built another policy than rank 0: names, shapes, types or what is frozen differ.\n"
+                f"{named(other)} built another policy than rank 0: {found}, where that has {expected}.\n"
                 "Build the policy alike on every rank, whatever its number and its data."
             )
+
+    def _place(self) -> int:
+        """A number by which ranks that have failed see whether they stand at the same collective; 0 for wherever."""
+        return 0
 
     # Losing each other ---------------------------------------------------------------------------------------
 
@@ -281,8 +290,12 @@ class ManyProcesses(DistributionStrategy):
         self._aborts = True
         try:
             if self._roll_call is not None:
-                self._roll_call.withdraw()
+                self._roll_call.withdraw(self._place())
                 words = str(RankFailed.of(self.rank, in_words(error)))
                 self._spoke_first = self._roll_call.leave_words(words)
         except RuntimeError:  # the store is gone: nobody could read it
             return
+
+
+def _shape(name: str, tensor: Tensor, kind: str = "") -> str:
+    return f"{name} ({list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{kind})"

@@ -9,12 +9,13 @@ from torch import distributed
 from .errors import in_words
 from .roll_call import RollCall
 
+_OF_GLOO = re.compile(r"\[[^]]*/gloo/[^]]*:\d+\]")  # the file and line with which its errors begin
 _GO_ON = "Start the run again in its run_dir with --resume=auto: it goes on from the last checkpoint, or begins anew."
 
 
 def is_lost(error: BaseException) -> bool:
     """Whether torch.distributed raised it; gloo's own errors have no type but name their file."""
-    is_gloo = isinstance(error, RuntimeError) and "/gloo/" in in_words(error)
+    is_gloo = isinstance(error, RuntimeError) and _OF_GLOO.search(in_words(error)) is not None
     return is_gloo or isinstance(error, distributed.DistError)
 
 

@@ -40,6 +40,7 @@ class RollCall:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._notes: deque[tuple[int, Any]] = deque(maxlen=_KEPT)
         self._is_leaving = self._is_over = False
+        self._place = 0
         self._stirred = threading.Event()
         self._owner = threading.current_thread()  # without which it ends, whatever became of the run
         # No daemon: one that is in the store when the interpreter ends takes the process down with it (std::terminate).
@@ -95,16 +96,18 @@ class RollCall:
             time.sleep(_TELL_S)
 
     def all_have_left(self) -> bool:
-        """Whether every rank has withdrawn; waits ``patience_s`` for those that have not."""
+        """Whether every rank has withdrawn, at the same place; waits ``patience_s`` for those that have not."""
         deadline = time.monotonic() + self.patience_s
         while not self._store.check(self._keys(_LEFT)):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LISTEN_S)
-        return True
+        return len({self._store.get(key) for key in self._keys(_LEFT)}) == 1
 
-    def withdraw(self) -> None:
-        """This rank has failed: what it has noted so far is told, and from now on nothing."""
+    def withdraw(self, place: int = 0) -> None:
+        """This rank has failed, at this place: what it has noted so far is told, and from now on nothing."""
+        if not self._is_leaving:
+            self._place = place
         self._is_leaving = True
         self._stirred.set()
 
@@ -136,7 +139,7 @@ class RollCall:
             number, what = self._notes.popleft()
             self._store.set(f"{_TOLD} {number}", json.dumps(what))
         if is_leaving:
-            self._store.set(f"{_LEFT} {self._rank}", "")
+            self._store.set(f"{_LEFT} {self._rank}", str(self._place))
 
     def _keys(self, word: str) -> list[str]:
         return [f"{word} {rank}" for rank in range(self._world_size)]

@@ -91,6 +91,9 @@ def _run(arguments: list[str]) -> int:
         for name, argument in set(re.findall(r"\b(FP16|BF16)\((\w+)=True\)", in_words(error))):
             form = f"{{class_path: policyfit.{name}, init_args: {{{argument}: true}}}}"
             error.add_note(f"On the command line {name}({argument}=True) is written\n  --precision='{form}'")
+        for unit in set(re.findall(r"\bFSDP\(wrap=\['([^']+)'\]\)", in_words(error))):
+            form = f"{{class_path: policyfit.FSDP, init_args: {{wrap: [{unit}]}}}}"
+            error.add_note(f"On the command line FSDP(wrap=['{unit}']) is written\n  --trainer.distributed='{form}'")
         _tell(error, known=known)
         return error.exit_code if isinstance(error, PolicyfitError) else 1
     return 0

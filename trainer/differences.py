@@ -43,16 +43,24 @@ def data_facts(run: Run) -> dict[str, Any]:
     ``batch_size`` is that of all ranks; ``arguments`` are those of the dataset in the run's file, if it has one.
     """
     size, ranks = run.data.batch_size, run.distribution.world_size
-    written = (run.trainer.config or {}).get("data", {}).get("train") or {}
-    arguments = written.get("init_args") or {}
     return {
         **run.data.facts,
         "batch_size": None if size is None else size * ranks,
         "batch_size_of_a_rank": size,
         "accumulate": run.settings.accumulate,
         "statistics": None if run.data.stats is None else _digest(run.data.stats),
-        "arguments": {name: repr(value) for name, value in arguments.items()},
+        "arguments": written_arguments(run, "data", "train"),
     }
+
+
+def written_arguments(run: Run, *path: str) -> dict[str, str] | None:
+    """The ``init_args`` of what the run's file has at this path, each as its repr; ``None`` without a file."""
+    part = run.trainer.config
+    if part is None:
+        return None
+    for name in (*path, "init_args"):
+        part = part.get(name) or {}
+    return {name: repr(value) for name, value in part.items()}
 
 
 def plain_settings(run: Run) -> dict[str, Any]:
@@ -101,11 +109,21 @@ def check(run: Run, manifest: dict[str, Any], checkpoint: Path | str, asked: Ite
 
 
 def changed_settings(run: Run, manifest: dict[str, Any]) -> list[str]:
-    """The plain settings that differ, and what the run's file says of the data, in words."""
-    before, now = {**manifest.get("settings", {})}, plain_settings(run)
-    for found, facts in ((before, manifest.get("data", {})), (now, data_facts(run))):
-        found |= {f"data.train.init_args.{name}": value for name, value in facts.get("arguments", {}).items()}
-    return [_differs(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
+    """The plain settings that differ, and what the run's files say of policy and data, in words."""
+    before, now = manifest.get("settings", {}), plain_settings(run)
+    told = [_differs(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
+    for name, was, written in (
+        ("policy", manifest.get("policy_arguments"), written_arguments(run, "policy")),
+        ("data.train", manifest.get("data", {}).get("arguments"), written_arguments(run, "data", "train")),
+    ):
+        if was is not None and written is not None:
+            missing = "not written"
+            differing = [key for key in {**was, **written} if was.get(key) != written.get(key)]
+            told += [
+                _differs(f"{name}.init_args.{key}", was.get(key, missing), written.get(key, missing))
+                for key in differing
+            ]
+    return told
 
 
 def _movers(before: Mapping[str, Any], now: Mapping[str, Any]) -> defaultdict[str, list[str]]:

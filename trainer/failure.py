@@ -63,6 +63,7 @@ def end_together(run: Run, error: BaseException) -> None:
     if not told:
         place.meeting = False  # they do not come there any more
         if ranks.stay_alone():
+            vars(error)["is_told"] = False  # the others learn of it once this process has ended
             run.failed = run.keeps_remains = True
             _forget_failures(run)
         raise error

@@ -53,7 +53,10 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
         changes.place_in_data(run, saved, found, report)
     with _taking_back("the log", checkpoint):
         _load_means(run, saved.callbacks, len(saved.rng_of_others) + 1)
-        run.trainer.remember(saved.callbacks.get("metrics", {}) | saved.callbacks.get("metrics_before", {}))
+        metrics, before = saved.callbacks.get("metrics", {}), saved.callbacks.get("metrics_before", {})
+        if run.done:  # its last record stays the last
+            run.metrics_before = before
+        run.trainer.remember(metrics if run.done else metrics | before)
         run.validated_step = saved.callbacks.get("validated_step")
         run.validated = tuple(saved.callbacks.get("validated", ()))
         run.logged_step = saved.callbacks.get("logged_step", counters.step)

@@ -437,13 +437,15 @@ def test_the_resolved_run_fed_back_gives_the_same_weights(cli: Cli) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_arguments_of_the_data_that_changed_are_told_when_a_run_goes_on(cli: Cli) -> None:
+def test_arguments_of_policy_and_data_that_changed_are_told_when_a_run_goes_on(cli: Cli) -> None:
     Path("run.yaml").write_text(RUN)
     assert cli("fit", "run.yaml", "--data.train.init_args.offset=1.5", "--trainer.max_steps=1")[0] == 0
     code, out, _ = cli("fit", "--resume=done", "--trainer.max_steps=3", "--data.train.init_args.offset=0.5")
     assert code == 0
     assert "data.train.init_args.offset was 1.5 and is now 0.5" in " ".join(out.split())
-    assert "data.train.init_args" not in cli("fit", "--resume=done", "--trainer.max_steps=4")[1]
+    assert "init_args" not in cli("fit", "--resume=done", "--trainer.max_steps=4")[1]
+    out = cli("fit", "--resume=done", "--trainer.max_steps=5", "--policy.init_args.rate=0.2")[1]
+    assert "policy.init_args.rate was not written and is now 0.2" in " ".join(out.split())
 
 
 def test_a_run_goes_on_from_its_folder_alone(cli: Cli) -> None:

@@ -60,8 +60,11 @@ def test_a_plan_is_that_of_all_ranks_and_rank_0_alone_prints_it(tmp_path: Path, 
 
 def test_a_plan_that_is_refused_ends_on_every_rank_and_leaves_the_others(tmp_path: Path) -> None:
     sharded = ["plan", "run.yaml", "--trainer.distributed=fsdp", "--policy=run_parts.Policy"]  # without units
-    for refused, planned in _of_ranks(tmp_path, sharded, ["plan", "run.yaml"]):
+    ranks = _of_ranks(tmp_path, sharded, ["plan", "run.yaml"])
+    for refused, planned in ranks:
         assert (refused.code, planned.code) == (2, 0)
+    written = "{class_path: policyfit.FSDP, init_args: {wrap: [Sequential]}}"
+    assert f"--trainer.distributed='{written}'" in ranks[0][0].err
 
 
 def _failing(rank: int, hook: str, draw: int, words: str, kind: str = "Fails") -> dict[str, Any]:
@@ -83,6 +86,7 @@ def test_the_error_of_one_rank_is_shown_once(tmp_path: Path, distributed: str) -
         assert "the disk is full" in said[0].err
         assert "Run again with --debug for the traceback." in said[0].err
         assert (said[1].out, said[1].err) == ("", "")
+        assert places[number][1] == "setup" or "failed at step 1, 0 skipped, " in said[0].out
         assert (tmp_path / f"run{number}" / "checkpoints" / "000001").is_dir() == (places[number][1] != "setup")
 
 

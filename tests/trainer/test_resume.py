@@ -330,12 +330,14 @@ def test_what_a_hook_froze_and_thawed_is_so_again_after_a_resume_in_the_middle_o
 
 
 def test_a_run_resumed_at_its_end_makes_no_further_step(tmp_path: Path) -> None:
-    before = everything(start(tmp_path / "run", "bf16", Recorder()))
+    ended = start(tmp_path / "run", "bf16", Recorder())
+    before, metrics = everything(ended), dict(ended.metrics)
     resumed = Recorder()
     trainer = start(tmp_path / "run", "bf16", resumed, resume="last")
     assert trainer.step == 17
     assert resumed.seen == []
     assert_equal(everything(trainer)["model"], before["model"])
+    assert trainer.metrics == metrics  # those of step 17, and not of the record before
 
 
 def test_resume_takes_a_run_folder_a_checkpoint_folder_and_last_alike(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that fail in a policy whose forward talks to the others by itself, of which nobody can take their part."""
+"""Ranks that fail where a policy or a callback talks to the others by itself, of which nobody can take their part."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from failing import Tears
 from processes import run
 from ranks import Policy, Samples, same
 from torch import Tensor, nn
-from torch.distributed import all_reduce
+from torch.distributed import all_reduce, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from policyfit import FSDP, Checkpoint, Trainer
+from policyfit import FSDP, Callback, Checkpoint, Trainer
 from policyfit.strategies.roll_call import RollCall
 from policyfit.trainer.checkpoint import read_checkpoint
 
@@ -34,6 +34,52 @@ class Own(nn.Module):
 
 class Synced(Own, nn.SyncBatchNorm):
     """The same by torch's layer, which is not for a CPU."""
+
+
+class Backward(torch.autograd.Function):
+    """A sum of gradients that nothing in the forward tells of."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        all_reduce(gradient)
+        return gradient / 2
+
+
+class Back(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Backward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Unwaited(nn.Module):
+    """Both ranks fail in the eighth forward, one of them before a collective and one behind it."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        fails, mean = self.calls == 8, x.detach().mean(dim=0)
+        if fails and os.environ["RANK"] == "1":
+            raise RuntimeError("before its collective")
+        work: Any = all_reduce(mean, async_op=True)
+        if fails:
+            raise RuntimeError("behind its collective")
+        work.wait()
+        return x - mean / 2
+
+
+class Sums(Callback):
+    """Talks in the middle of a window."""
+
+    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
+        all_reduce(torch.ones(1))
+
+
+WHO: dict[str, type[nn.Module]] = {"forward": Own, "backward": Back, "unwaited": Unwaited, "callback": nn.Identity}
 
 
 class Talks(Policy):
@@ -53,7 +99,7 @@ class Talks(Policy):
             raise RuntimeError("only on this rank")
 
 
-SETTINGS: dict[str, Any] = {"fails_at": 7, "failing": (1,), "factor": 1.0, "tears": None, "own_code": False}
+SETTINGS: dict[str, Any] = {"fails_at": 7, "failing": (1,), "factor": 1.0, "tears": None, "who": "synced"}
 
 
 def talked(folder: str, settings: dict[str, Any], distributed: str = "ddp", resume: str | None = None) -> list[str]:
@@ -62,13 +108,19 @@ def talked(folder: str, settings: dict[str, Any], distributed: str = "ddp", resu
         RollCall.patience_s = 0.3
     # Torch's wrapper refuses the layer on a CPU.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+    if "backend" in chosen:
+        init_process_group(chosen["backend"])
     trainer = Trainer(
         "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run",
         distributed=FSDP(timeout=2.5) if distributed == "fsdp" else distributed,
-        callbacks=[Checkpoint(every_steps=2 if chosen["tears"] is None else 3)],
+        callbacks=[
+            Checkpoint(every_steps=2 if chosen["tears"] is None else 3),
+            *([Sums()] if chosen["who"] == "callback" else []),
+        ],
     )  # fmt: skip
     tears: Any = partial(Tears, rank=chosen["tears"], factor=2.0)
-    policy = Talks(chosen["fails_at"], chosen["failing"], chosen["factor"], Own() if chosen["own_code"] else None)
+    norm = WHO[chosen["who"]]() if chosen["who"] in WHO else None
+    policy = Talks(chosen["fails_at"], chosen["failing"], chosen["factor"], norm)
     try:
         trainer.fit(policy, Samples(), resume=resume, optimizer=AdamW if chosen["tears"] is None else tears)
     except Exception as error:
@@ -76,16 +128,19 @@ def talked(folder: str, settings: dict[str, Any], distributed: str = "ddp", resu
     return [trainer.plan.text()]
 
 
-@pytest.mark.parametrize("own_code", [False, True])
-def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(tmp_path: Path, own_code: bool) -> None:
-    others, own = run(talked, str(tmp_path), {"own_code": own_code}, limit_s=20.0)
+@pytest.mark.parametrize(
+    "talk",
+    [{}, {"who": "forward"}, {"who": "backward"}, {"who": "callback"}, {"who": "forward", "backend": "cpu:gloo"}],
+)
+def test_rank_that_fails_where_others_talk_ends_all_and_keeps_what_it_has(tmp_path: Path, talk: dict[str, Any]) -> None:
+    others, own = run(talked, str(tmp_path), talk, limit_s=20.0)
     assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
     assert own[0] == "RuntimeError: only on this rank"
-    assert "The policy talks to the other ranks in its forward, by a SyncBatchNorm or a collective of its own" in own[1]
+    assert "The policy or a callback talks to the other ranks by itself, by a SyncBatchNorm or a collective" in own[1]
     checkpoints = tmp_path / "run" / "checkpoints"
     assert read_checkpoint(checkpoints / "last").manifest["counters"]["step"] == 2
     kept = checkpoints / "000003-exception"
-    healthy = {"own_code": own_code, "fails_at": -1}
+    healthy = {**talk, "fails_at": -1}
     mended, _ = run(talked, str(tmp_path / "mended"), healthy, "ddp", str(kept), limit_s=20.0)
     assert "the random streams of the rank that saved it alone, for rank 0" in mended[0]
     assert "the random streams of the other ranks, so it is not bit for bit" in mended[0]
@@ -95,7 +150,7 @@ def test_rank_that_fails_in_a_forward_that_talks_ends_all_and_keeps_what_it_has(
 
 
 def test_sharded_rank_that_fails_where_code_of_the_policy_talks_is_told_of_in_time(tmp_path: Path) -> None:
-    others, own = run(talked, str(tmp_path), {"own_code": True}, "fsdp", limit_s=30.0)
+    others, own = run(talked, str(tmp_path), {"who": "forward"}, "fsdp", limit_s=30.0)
     assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
     assert own == ["RuntimeError: only on this rank"]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -127,3 +182,11 @@ def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path
     ends = run(talked, str(tmp_path), {"failing": (0, 1)}, limit_s=20.0)
     assert ends == [["RuntimeError: only on this rank"]] * 2
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
+
+
+def test_ranks_that_all_fail_one_of_them_behind_a_collective_end_with_their_own_errors(tmp_path: Path) -> None:
+    own = {"fails_at": -1, "failing": (0, 1), "who": "unwaited"}
+    ends = run(talked, str(tmp_path), own, limit_s=20.0)
+    assert [end[0] for end in ends] == [f"RuntimeError: {where} its collective" for where in ("behind", "before")]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["000002", "000003-exception", "last"]
