@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..strategies.distributed import AT_THE_START, DistributionStrategy
 from ..strategies.errors import DistributedError
 from .data import TrainingData
+from .describe import written_arguments
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ def check_settings(ranks: DistributionStrategy, settings: Mapping[str, Any]) -> 
                 f"Rank {rank} was started with other settings than rank 0: {shown}.\nStart all with the same run file "
                 "and options; ${env:...} in a file is what each machine has."
             )
+
+
+def differing_arguments(ranks: DistributionStrategy, config: dict[str, Any] | None) -> list[str]:
+    """A note for each argument of the policy that the run's file gives otherwise on another rank, as a path may be."""
+    first, *others = ranks.gather(written_arguments(config, "policy") or {}, AT_THE_START)
+    return [
+        f"policy.init_args.{name} is {found.get(name)} on rank {rank}, and {first.get(name)} on rank 0"
+        for rank, found in enumerate(others, 1)
+        for name in {**first, **found}
+        if found.get(name) != first.get(name)
+    ]
 
 
 def check_data(ranks: DistributionStrategy, data: TrainingData) -> None:

@@ -30,6 +30,16 @@ def frozen(policy: nn.Module) -> list[str]:
     return [name for name, parameter in policy.named_parameters() if not parameter.requires_grad]
 
 
+def written_arguments(config: dict[str, Any] | None, *path: str) -> dict[str, str] | None:
+    """The ``init_args`` of what a run's file has at this path, each as its repr; ``None`` without a file."""
+    if config is None:
+        return None
+    part = config
+    for name in (*path, "init_args"):
+        part = part.get(name) or {}
+    return {name: repr(value) for name, value in part.items()}
+
+
 def describe(settings: Settings, device: str, precision: str, policy: nn.Module, seed: int) -> dict[str, Any]:
     """``config.yaml`` of a run without a run file: the policy's class and arguments, and the trainer's settings.
 

@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from ..strategies.errors import ConfigError
-from .describe import class_path
+from .describe import class_path, written_arguments
 from .run import Run
 
 #: What a change may be asked for by, besides any setting of an optimizer's groups.
@@ -49,18 +49,8 @@ def data_facts(run: Run) -> dict[str, Any]:
         "batch_size_of_a_rank": size,
         "accumulate": run.settings.accumulate,
         "statistics": None if run.data.stats is None else _digest(run.data.stats),
-        "arguments": written_arguments(run, "data", "train"),
+        "arguments": written_arguments(run.trainer.config, "data", "train"),
     }
-
-
-def written_arguments(run: Run, *path: str) -> dict[str, str] | None:
-    """The ``init_args`` of what the run's file has at this path, each as its repr; ``None`` without a file."""
-    part = run.trainer.config
-    if part is None:
-        return None
-    for name in (*path, "init_args"):
-        part = part.get(name) or {}
-    return {name: repr(value) for name, value in part.items()}
 
 
 def plain_settings(run: Run) -> dict[str, Any]:
@@ -111,10 +101,11 @@ def check(run: Run, manifest: dict[str, Any], checkpoint: Path | str, asked: Ite
 def changed_settings(run: Run, manifest: dict[str, Any]) -> list[str]:
     """The plain settings that differ, and what the run's files say of policy and data, in words."""
     before, now = manifest.get("settings", {}), plain_settings(run)
+    now_of_data = written_arguments(run.trainer.config, "data", "train")
     told = [_differs(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
     for name, was, written in (
-        ("policy", manifest.get("policy_arguments"), written_arguments(run, "policy")),
-        ("data.train", manifest.get("data", {}).get("arguments"), written_arguments(run, "data", "train")),
+        ("policy", manifest.get("policy_arguments"), written_arguments(run.trainer.config, "policy")),
+        ("data.train", manifest.get("data", {}).get("arguments"), now_of_data),
     ):
         if was is not None and written is not None:
             missing = "not written"

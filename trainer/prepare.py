@@ -19,7 +19,7 @@ from ..strategies.formats import tf32_support
 from ..strategies.mailbox import Mailbox, SharedMailbox
 from ..strategies.precision import PrecisionStrategy, check_parameters
 from .agreement import MAILBOX_SIZE
-from .alike import check_settings, order_of_parameters, settings_to_compare
+from .alike import check_settings, differing_arguments, order_of_parameters, settings_to_compare
 from .counters import Counters
 from .describe import class_of
 from .fused import prepare_optimizer
@@ -63,6 +63,7 @@ def prepare(
     """
     device, distribution, plan = trainer.device, trainer.distribution, trainer.plan
     check_settings(distribution, settings_to_compare(trainer, settings))
+    plan.notes += differing_arguments(distribution, trainer.config)
     seed = settings.seed if origin is None else origin.seed(settings.seed)
     adapter = _checked(policy, trainer.precision)
     if seed is None:

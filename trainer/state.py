@@ -12,8 +12,8 @@ import torch
 from ..strategies.distributed import DistributionStrategy
 from ..strategies.errors import CallbackError, CheckpointError, some
 from .checkpoint import CheckpointState, begin, write_checkpoint
-from .describe import class_path, frozen, policy_config
-from .differences import data_facts, plain_settings, written_arguments
+from .describe import class_path, frozen, policy_config, written_arguments
+from .differences import data_facts, plain_settings
 from .metrics import added
 from .newest import point_last_at
 from .parts import whole
@@ -55,7 +55,7 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
         "torch": torch.__version__,
         "data": data_facts(run),
         "policy": class_path(run.policy),
-        "policy_arguments": written_arguments(run, "policy"),
+        "policy_arguments": written_arguments(run.trainer.config, "policy"),
         "movers": run.movers,
         "settings": plain_settings(run),
         "exact": exact and not run.failed,  # random streams have moved on, and hooks have run on some ranks only

@@ -67,6 +67,13 @@ def test_a_plan_that_is_refused_ends_on_every_rank_and_leaves_the_others(tmp_pat
     assert f"--trainer.distributed='{written}'" in ranks[0][0].err
 
 
+def test_argument_of_the_policy_that_is_not_the_same_on_all_ranks_is_told(tmp_path: Path) -> None:
+    policy = "--policy={class_path: run_parts.Policy, init_args: {names: ['camera ${env:RANK}']}}"
+    first, _ = _of_ranks(tmp_path, ["fit", "run.yaml", policy, "--data={train: run_parts.Data}"])
+    told = "policy.init_args.names is ['camera 1'] on rank 1, and ['camera 0'] on rank 0"
+    assert told in " ".join(first[0].out.split()), first[0]
+
+
 def _failing(rank: int, hook: str, draw: int, words: str, kind: str = "Fails") -> dict[str, Any]:
     arguments = {"rank": rank, "hook": hook, "micro_batch": draw, "words": words}
     return {"class_path": f"failing.{kind}", "init_args": arguments}
