@@ -80,8 +80,8 @@ def restore(run: Run, saved: CheckpointState, checkpoint: Path | str, asked: Ite
     if kind != run.distribution.name:
         report.changed.append(f"distribution was {kind} and is now {run.distribution.name}{_ROUNDED}")
     saved_alone = len(streams) < ranks_before
-    if len(streams) < run.distribution.world_size:
-        which = "other" if saved_alone else "new"
+    if len(streams) != run.distribution.world_size:
+        which = "other" if saved_alone else "new" if len(streams) < run.distribution.world_size else "former"
         report.reset.append(f"the random streams of the {which} ranks, so it is not bit for bit the same run")
     before, now = manifest["device"], run.device.device.type
     if before == now:

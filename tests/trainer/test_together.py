@@ -247,6 +247,8 @@ def test_run_goes_on_with_other_ranks_and_says_so(
     close(weights(results[0]), weights(one))
     if ranks_before != ranks_after:
         assert f"ranks were {ranks_before} and are now {ranks_after}, where sums are" in results[0]["plan"]
+        which = "new" if ranks_after > ranks_before else "former"
+        assert f"reset: the random streams of the {which} ranks" in results[0]["plan"]
     assert f"distribution was {before} and is now {after}, where sums are rounded otherwise" in results[0]["plan"]
     assert "an update had" not in results[0]["plan"]
     assert load(f"{tmp_path}/run", device="cpu", policy=Policy()).training is False
