@@ -68,8 +68,9 @@ def check_settings(ranks: DistributionStrategy, settings: Mapping[str, Any]) -> 
 def differing_arguments(ranks: DistributionStrategy, config: dict[str, Any] | None) -> list[str]:
     """A note for each argument of the policy that the run's file gives otherwise on another rank, as a path may be."""
     first, *others = ranks.gather(written_arguments(config, "policy") or {}, AT_THE_START)
+    none = "not written"
     return [
-        f"policy.init_args.{name} is {found.get(name)} on rank {rank}, and {first.get(name)} on rank 0"
+        f"policy.init_args.{name} is {found.get(name, none)} on rank {rank}, and {first.get(name, none)} on rank 0"
         for rank, found in enumerate(others, 1)
         for name in {**first, **found}
         if found.get(name) != first.get(name)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from failing import Thaws
 from processes import outcomes_of, run
 from ranks import OPTIMIZERS, Overflows, Policy, Rates, Samples, Seen, Stops, close, job, same, train, weights
 from torch import nn
 
-from policyfit import Callback, Checkpoint, ConfigError, Trainer, load
+from policyfit import DDP, Callback, Checkpoint, ConfigError, Trainer, load
 from policyfit.trainer.checkpoint import read_checkpoint
 
 
@@ -218,6 +219,19 @@ def test_resume_on_four_ranks_is_exact_where_the_order_of_a_sum_matters(tmp_path
     straight = run(job, str(tmp_path / "straight"), "ddp", {"steps": 8}, ranks=4)
     run(job, str(tmp_path), "ddp", {"steps": 4}, ranks=4)
     resumed = run(job, str(tmp_path), "ddp", {"steps": 8, "resume": "last"}, ranks=4)
+    same(weights(resumed[0]), weights(straight[0]))
+
+
+def thawed(folder: str, kind: str, steps: int, resume: str | None = None) -> dict[str, Any]:
+    distributed: Any = DDP(find_unused_parameters=True) if kind == "ddp" else kind
+    return train(f"{folder}/run", distributed, steps=steps, resume=resume, extra=[Thaws()])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_a_hook_has_thawed_is_so_again_on_all_ranks_after_a_resume(tmp_path: Path, kind: str) -> None:
+    straight = run(thawed, str(tmp_path / "straight"), kind, 12)
+    run(thawed, str(tmp_path), kind, 9)  # in the second epoch, whose beginning does not come again
+    resumed = run(thawed, str(tmp_path), kind, 12, "last")
     same(weights(resumed[0]), weights(straight[0]))
 
 
