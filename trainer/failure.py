@@ -106,12 +106,14 @@ def fail_with_others(run: Run) -> NoReturn:
     )
     whole = _whole_rank(run, lack_update)
     run.saves_from, run.keeps_remains = whole or 0, whole is None
+    _forget_failures(run)
     error = run.failure or _failure_of_another(run, errors)
     if run.updater.agreement.differs:
         for rank, names in enumerate(left_out):
             if names:
                 add_note(error, f"Rank {rank} left out: {some(names)}.")
-    _forget_failures(run)
+    if run.failure is not None and not all(diverged):
+        add_note(error, f"This was rank {run.distribution.rank}; all {_ended(run)}.\n{_remedy(run)}")
     has_moved = not run.resumed or run.counters.step > run.resumed_step  # else there is that checkpoint, perhaps exact
     if has_moved and not run.keeps_remains and not all(diverged):
         run_all((partial(_save_after_failure, run),), error)
@@ -148,13 +150,21 @@ def _forget_failures(run: Run) -> None:
 
 def _failure_of_another(run: Run, errors: Sequence[str | None]) -> RankFailed:
     rank, words = next((rank, error) for rank, error in enumerate(errors) if error)
-    saved = "What was saved can be gone on with once that is mended: --resume."
+    return RankFailed.of(rank, words, so=f", so all {_ended(run)}", remedy=_remedy(run))
+
+
+def _ended(run: Run) -> str:
+    return f"ended after update {run.counters.updates}"
+
+
+def _remedy(run: Run) -> str:
+    on = "can be gone on with once that is mended: --resume=auto."
     if run.keeps_remains:
-        saved = (
-            "It was in the middle of that update, with weights or states that no other process has. The last "
-            "checkpoint can be gone on with once that is mended: --resume."
+        return (
+            "It was in the middle of that update, with weights or states that no other process has. "
+            f"The last checkpoint {on}"
         )
-    return RankFailed.of(rank, words, so=f", so all ended after update {run.counters.updates}", remedy=saved)
+    return f"What was saved {on}"
 
 
 def _save_after_failure(run: Run) -> None:

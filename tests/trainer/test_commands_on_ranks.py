@@ -101,7 +101,7 @@ def test_a_rank_that_leaves_by_itself_is_told_and_its_exit_code_stays(tmp_path: 
     leaves = json.dumps([{"class_path": "failing.Panics", "init_args": {"kind": "builtins.SystemExit"}}])
     first, second = _of_ranks(tmp_path, ["fit", "run.yaml", "--trainer.max_steps=9", f"--trainer.callbacks={leaves}"])
     assert [first[0].code, second[0].code] == [1, 1]  # sys.exit of a text
-    assert "Rank 1 failed, so all ended after update 3: SystemExit: a panic" in first[0].err
+    assert "Rank 1 failed, so all ended after update 1: SystemExit: a panic" in first[0].err
     assert (second[0].out, second[0].err) == ("", "")
 
 

@@ -50,7 +50,7 @@ def broken_on_rank_1(parameters: Any) -> Any:
 def test_failed_runs_leave_nothing_behind_in_a_process_group_that_goes_on(tmp_path: Path, distributed: str) -> None:
     others, own = run(in_a_group_of_the_callers, str(tmp_path), distributed, limit_s=60.0)
     assert own == ["only on this rank"] * 3 + ["step 3"]
-    ended = "Rank 1 failed, so all ended after update 2: RuntimeError: only on this rank"
+    ended = "Rank 1 failed, so all ended after update 0: RuntimeError: only on this rank"
     assert others == ["Rank 1 failed: RuntimeError: only on this rank", ended, ended, "step 3"]
 
 

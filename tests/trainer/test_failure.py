@@ -30,19 +30,19 @@ def failed(folder: str) -> dict[str, Any]:
 # Where rank 1 fails, at which draw; the update after which all end, and the step that is then saved.
 PLACES = [
     ("on_fit_start", 0, None, None),
-    ("on_train_batch_start", 0, 2, 0),  # in the first window, of which a sharded rank knows nothing yet
-    ("on_after_backward", 0, 2, 0),
-    ("on_before_optimizer_step", 1, 2, 0),
-    ("on_train_batch_start", 1, 3, 1),
+    ("on_train_batch_start", 0, 0, 0),  # in the first window, of which a sharded rank knows nothing yet
+    ("on_after_backward", 0, 0, 0),
+    ("on_before_optimizer_step", 1, 0, 0),
+    ("on_train_batch_start", 1, 1, 1),
     ("on_train_epoch_start", 6, 6, 6),
-    ("on_train_batch_start", 3, 5, 3),
-    ("on_train_batch_start", 5, 6, 5),  # in the last window of an epoch, at whose end all know
-    ("on_before_backward", 6, 8, 6),
-    ("on_after_backward", 6, 8, 6),
-    ("on_before_optimizer_step", 4, 5, 3),
+    ("on_train_batch_start", 3, 3, 3),
+    ("on_train_batch_start", 5, 5, 5),  # in the last window of an epoch, at whose end all know
+    ("on_before_backward", 6, 6, 6),
+    ("on_after_backward", 6, 6, 6),
+    ("on_before_optimizer_step", 4, 3, 3),
     ("on_before_zero_grad", 4, 4, 4),
     ("on_train_batch_end", 3, 3, 3),  # the others go on to a validation
-    ("on_train_batch_end", 5, 6, 5),
+    ("on_train_batch_end", 5, 5, 5),
     ("on_update_end", 4, 4, 4),
     ("on_log", 4, 4, 4),
     ("on_validation_start", 3, 3, 3),
@@ -100,7 +100,7 @@ def failed_in_a_window_of_three(folder: str, distributed: str) -> dict[str, Any]
 @pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
 def test_rank_that_fails_inside_a_window_stands_in_for_all_of_it(tmp_path: Path, distributed: str) -> None:
     ranks = run(failed_in_a_window_of_three, str(tmp_path), distributed, limit_s=60.0)
-    assert "so all ended after update 3: RuntimeError: only on this rank" in ranks[0]["text"]
+    assert "so all ended after update 1: RuntimeError: only on this rank" in ranks[0]["text"]
     saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last")
     found = {name: saved.manifest["counters"][name] for name in ("step", "skipped", "batch_in_epoch", "micro_batches")}
     assert found == {"step": 1, "skipped": 0, "batch_in_epoch": 3, "micro_batches": 3}  # nothing is left out
@@ -127,21 +127,21 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
 # Where the code of rank 1's policy fails, in which forward of windows of two; the update after which all end, and the
 # step that is then saved. An epoch has six updates.
 BREAKS = [
-    ("before", 0, 2, 0),
-    ("between", 0, 2, 0),
-    ("after", 1, 2, 0),
-    ("back", 1, 2, 0),
-    ("before", 6, 5, 3),
-    ("between", 6, 5, 3),
-    ("between", 7, 5, 3),
-    ("after", 7, 5, 3),
-    ("back", 6, 5, 3),
-    ("back", 7, 5, 3),
-    ("back", 9, 6, 4),  # the window after it is of one, and an epoch's last
-    ("between", 10, 6, 5),
-    ("last", 7, 5, 3),  # when the gradients of all parameters are there
-    ("every", 0, 2, 0),
-    ("every", 7, 5, 3),
+    ("before", 0, 0),
+    ("between", 0, 0),
+    ("after", 1, 0),
+    ("back", 1, 0),
+    ("before", 6, 3),
+    ("between", 6, 3),
+    ("between", 7, 3),
+    ("after", 7, 3),
+    ("back", 6, 3),
+    ("back", 7, 3),
+    ("back", 9, 4),  # the window after it is of one, and an epoch's last
+    ("between", 10, 5),
+    ("last", 7, 3),  # when the gradients of all parameters are there
+    ("every", 0, 0),
+    ("every", 7, 3),
 ]
 
 
@@ -188,11 +188,11 @@ def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_sav
     chosen = list(range(len(BREAKS)))[numbers]
     others, own, *_ = run(broken, str(tmp_path), distributed, 4 // ranks, chosen, ranks=ranks, limit_s=90.0)
     for number in chosen:
-        where, forward, update, step = BREAKS[number]
+        where, forward, step = BREAKS[number]
         place = f"{where} in forward {forward}"
         assert own[number] == (f"{where} the blocks of this rank", step, 2 * step), place
         assert others[number][1:] == own[number][1:], place
-        assert f"so all ended after update {update}: RuntimeError: {where} the blocks" in others[number][0], place
+        assert f"so all ended after update {step}: RuntimeError: {where} the blocks" in others[number][0], place
         saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
         assert saved.manifest["counters"]["step"] == step, place
 
@@ -209,7 +209,7 @@ def undecided(folder: str, distributed: str) -> str:
 def test_callback_that_never_says_again_whether_it_is_due_ends_all_in_order(tmp_path: Path, distributed: str) -> None:
     others, own = run(undecided, str(tmp_path), distributed, limit_s=40.0)
     assert own == "only on this rank"
-    assert "Rank 1 failed, so all ended after update 4: RuntimeError: only on this rank" in others
+    assert "Rank 1 failed, so all ended after update 2: RuntimeError: only on this rank" in others
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 2
 
 
@@ -246,7 +246,7 @@ def test_backward_that_breaks_off_over_what_was_frozen_ends_all_in_order_saved(t
     others, own = run(frozen, str(tmp_path), limit_s=40.0)
     assert own == dict.fromkeys(FROZEN, "back the blocks of this rank")
     for when, words in others.items():
-        assert "Rank 1 failed, so all ended after update 5: RuntimeError: back the blocks" in words, when
+        assert "Rank 1 failed, so all ended after update 3: RuntimeError: back the blocks" in words, when
         assert read_checkpoint(tmp_path / when / "checkpoints" / "last").manifest["counters"]["step"] == 3, when
 
 
@@ -266,7 +266,7 @@ def left_out(folder: str, forward: int) -> str:
 def test_parameter_that_one_rank_leaves_out_ends_all_in_order(tmp_path: Path, forward: int, step: int) -> None:
     others, own = run(left_out, str(tmp_path), forward, limit_s=40.0)
     assert "were not averaged: extra.weight, extra.bias." in own
-    assert f"Rank 1 failed, so all ended after update {step + 2}: ConfigError: These trainable" in others
+    assert f"Rank 1 failed, so all ended after update {step}: ConfigError: These trainable" in others
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == step
 
 
@@ -284,7 +284,7 @@ def test_error_that_is_no_exception_ends_all_in_order(
 ) -> None:
     others, own = run(panicked, str(tmp_path), distributed, kind, limit_s=40.0)
     assert own == "a panic"
-    assert f"Rank 1 failed, so all ended after update 5: {kind.__name__}: a panic" in others
+    assert f"Rank 1 failed, so all ended after update 3: {kind.__name__}: a panic" in others
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
 
 
@@ -427,9 +427,10 @@ def failed_twice(folder: str, distributed: str) -> list[str]:
 def test_failure_in_the_save_after_a_failure_has_nobody_wait(tmp_path: Path, distributed: str) -> None:
     first, second = run(failed_twice, str(tmp_path), distributed, limit_s=15.0)
     also = "While this was handled, another error came: "
-    assert first[0].startswith("Rank 1 failed, so all ended after update 5: RuntimeError: only on this rank")
+    assert first[0].startswith("Rank 1 failed, so all ended after update 3: RuntimeError: only on this rank")
     assert first[1:] == [f"{also}OSError: no space left on device"]
-    assert second == ["only on this rank", f"{also}RankFailed: Rank 0 failed: OSError: no space left on device"]
+    also_told = f"{also}RankFailed: Rank 0 failed: OSError: no space left on device"
+    assert second == ["only on this rank", "This was rank 1; all ended after update 3.", also_told]
 
 
 class BrokenData(Samples):
@@ -508,26 +509,26 @@ def speechless(folder: str, long: bool) -> str:
 def test_error_whose_words_are_none_or_too_many_ends_all_in_order(tmp_path: Path) -> None:
     first, second = run(speechless, str(tmp_path), False, limit_s=40.0)
     assert second == "Speechless"
-    assert "Rank 1 failed, so all ended after update 5: Speechless" in first
+    assert "Rank 1 failed, so all ended after update 3: Speechless" in first
     first, second = run(speechless, str(tmp_path), True, limit_s=40.0)
     assert second == "x" * 1000
-    assert "Rank 1 failed, so all ended after update 5: RuntimeError: xxx" in first
+    assert "Rank 1 failed, so all ended after update 3: RuntimeError: xxx" in first
 
 
 # Of data whose length nobody knows, three micro-batches an epoch: micro-batches in a window; what fails on rank 1, a
 # hook at a draw or a sample of the second epoch; the update after which all end, and the step that is then saved.
-UNSIZED: list[tuple[int, str | int, int, int, int]] = [
-    (1, "on_after_backward", 4, 6, 4),
-    (1, "on_train_batch_start", 5, 6, 5),  # the last of an epoch
-    (1, "on_train_batch_end", 6, 6, 6),  # after it
-    (1, "sample", 0, 3, 3),  # where ranks meet
-    (1, "sample", 9, 6, 4),  # it is drawn with the window after the one under way
-    (2, "on_train_batch_start", 4, 4, 2),
-    (2, "on_before_backward", 5, 4, 3),  # in a window of one
-    (2, "sample", 0, 2, 2),
-    (2, "sample", 9, 2, 2),  # the second window is drawn with the first
-    (4, "on_train_batch_start", 3, 2, 1),  # an epoch is shorter than a window
-    (1, "more", 4, 4, 3),  # samples on rank 0
+UNSIZED: list[tuple[int, str, int, int]] = [
+    (1, "on_after_backward", 4, 4),
+    (1, "on_train_batch_start", 5, 5),  # the last of an epoch
+    (1, "on_train_batch_end", 6, 6),  # after it
+    (1, "sample", 0, 3),  # where ranks meet
+    (1, "sample", 9, 4),  # it is drawn with the window after the one under way
+    (2, "on_train_batch_start", 4, 2),
+    (2, "on_before_backward", 5, 3),  # in a window of one
+    (2, "sample", 0, 2),
+    (2, "sample", 9, 2),  # the second window is drawn with the first
+    (4, "on_train_batch_start", 3, 1),  # an epoch is shorter than a window
+    (1, "more", 4, 3),  # samples on rank 0
 ]
 
 
@@ -553,11 +554,11 @@ def test_failure_with_data_of_unknown_length_ends_all_after_the_same_update_save
     tmp_path: Path, distributed: str
 ) -> None:
     first, second = run(unsized, str(tmp_path), distributed, limit_s=60.0)
-    for number, (accumulate, where, at, update, step) in enumerate(UNSIZED):
+    for number, (accumulate, where, at, step) in enumerate(UNSIZED):
         place = f"{where} {at}, {accumulate} a window"
         words = {"sample": "the disk of this rank is gone", "more": "it has 0 micro-batches in a window"}
         assert words.get(str(where), "only on this rank") in second[number], place
-        assert f"Rank 1 failed, so all ended after update {update}:" in first[number], place
+        assert f"Rank 1 failed, so all ended after update {step}:" in first[number], place
         saved = read_checkpoint(tmp_path / str(number) / "checkpoints" / "last")
         assert saved.manifest["counters"]["step"] == step, place
 

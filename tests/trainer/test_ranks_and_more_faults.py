@@ -115,7 +115,7 @@ def averaged(folder: str) -> tuple[list[str], int]:
 
 def test_an_average_that_fails_on_one_rank_leaves_all_ranks_their_own_weights(tmp_path: Path) -> None:
     (others, held), (own, own_held) = run(averaged, str(tmp_path), limit_s=60.0)
-    assert own == ["OSError: no memory for it"] * 3
+    assert [text.splitlines()[0] for text in own] == ["OSError: no memory for it"] * 3
     told = "RankFailed: Rank 1 failed, so all ended after update 3: OSError: no memory for it"
     assert [text.splitlines()[0] for text in others] == [told] * 3
     assert not any("another error" in text for text in others)
@@ -399,7 +399,7 @@ def test_what_one_rank_changes_of_its_parameters_ends_all_in_order_by_name_saved
             assert others.startswith("In update 3 the ranks of a sharded run")
         else:
             assert WORDS[how] in own
-            assert f"Rank {rank} failed, so all ended after update 4: " in others
+            assert f"Rank {rank} failed, so all ended after update 2: " in others
         assert last(tmp_path / f"{kind} {how} {rank}").manifest["counters"]["step"] == 2
 
 

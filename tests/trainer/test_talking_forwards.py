@@ -180,7 +180,7 @@ def test_rank_alone_that_broke_off_an_update_keeps_what_there_is(tmp_path: Path)
 
 def test_ranks_that_all_fail_in_a_forward_that_talks_end_in_order(tmp_path: Path) -> None:
     ends = run(talked, str(tmp_path), {"failing": (0, 1)}, limit_s=20.0)
-    assert ends == [["RuntimeError: only on this rank"]] * 2
+    assert [own[0] for own in ends] == ["RuntimeError: only on this rank"] * 2
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last").manifest["counters"]["step"] == 3
 
 
