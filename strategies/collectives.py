@@ -67,7 +67,7 @@ class Collectives:
         self._roll_call = roll_call
         #: Whether all-gathers leave out the other ranks, and give nothing of worth.
         self.is_mute = False
-        self._in_micro_batch = self._is_silent = self._has_strays = False
+        self._in_micro_batch = self._is_silent = self._has_strays = self._is_over = False
         self._number = 0  # of the next in the order
         self._course = 0  # a hash of what was noted since it was asked for
         self._has_failed = False
@@ -132,6 +132,8 @@ class Collectives:
         Raises:
             DistError: Nobody tells in time what they are.
         """
+        if self._is_over:
+            return
         if not self._has_failed:
             self.note(_MARK)
             return
@@ -156,6 +158,11 @@ class Collectives:
             for unit in self._units:
                 unit.set_reshard_after_forward(True, recurse=False)
             self.wake()  # which ends a gather that was begun
+
+    def end(self) -> None:
+        """Nothing is to be made together any more; units that were gathered are let go."""
+        self.fail()
+        self._is_over = True
 
     def wake(self) -> None:
         """Gather every unit without the others and let it go.

@@ -239,8 +239,19 @@ class DistributionStrategy(ABC):
         """What to raise in place of an error of talking: which ranks no longer answer, or what one of them left."""
         return DistributedError(f"A collective failed: {type(error).__name__}: {error}")
 
-    def report(self, error: BaseException) -> None:
-        """Leave this rank's error for the others to find, before it leaves them; never raises."""
+    def report(self, error: BaseException, *, comes: bool = False) -> None:
+        """Leave this rank's error for the others to find, before it leaves them; never raises.
+
+        Args:
+            comes: Whether it is to meet them first, also where they lose each other and ``break_off`` lets them.
+        """
+
+    def break_off(self) -> bool:
+        """A rank has failed where nobody can stand in for it: give up what is under way; whether all can still meet.
+
+        Where they can, they do so and save, and no forward or update comes any more until ``teardown``. Does not talk.
+        """
+        return False
 
     def stay_alone(self) -> bool:
         """This rank has failed and cannot tell the others; returns whether it is the one that keeps what there is.

@@ -271,6 +271,20 @@ class FSDP(ManyProcesses):
         if self._held is not None:
             self._held.collectives.fail()
 
+    def break_off(self) -> bool:
+        """On a cpu alone: the host of another device is ahead of it, which would step by what broke off."""
+        assert self._roll_call is not None
+        try:
+            if self._device.type != "cpu" or self._held is None or not self._roll_call.somebody_comes():
+                return False
+        except RuntimeError:  # the store is gone, and with it its machine
+            return False
+        self._aborts = True
+        self._held.collectives.end()
+        if self._replica_group is None:  # their own group is the one in which a collective broke off
+            self._rows.group = self._meeting
+        return True
+
     def _mark(self, patience_s: float) -> None:
         if self._held is not None:
             self._held.collectives.mark(patience_s)

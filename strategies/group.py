@@ -285,14 +285,14 @@ class ManyProcesses(DistributionStrategy):
         assert self._roll_call is not None
         return RanksLost(reason(error, self._roll_call, self.timeout, type(self).__name__))
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, *, comes: bool = False) -> None:
         """Leave this rank's error in the store, if it is the first."""
         self._aborts = True
         try:
             if self._roll_call is not None:
                 self._roll_call.withdraw(self._place())
                 words = str(RankFailed.of(self.rank, in_words(error)))
-                self._spoke_first = self._roll_call.leave_words(words)
+                self._spoke_first = self._roll_call.leave_words(words, comes=comes)
         except RuntimeError:  # the store is gone: nobody could read it
             return
 

@@ -13,7 +13,7 @@ from torch import distributed
 if TYPE_CHECKING:  # some builds of torch have none
     from torch.distributed.distributed_c10d import Store
 
-_CALL, _PRESENT, _HERE, _LAST_WORDS = "roll call", "present", "here", "last words"
+_CALL, _PRESENT, _HERE, _LAST_WORDS, _COMES = "roll call", "present", "here", "last words", "comes"
 _ASKED, _TOLD, _LEFT = "asked", "told", "left"
 _LISTEN_S = 0.25  # how often a rank looks whether another calls or asks
 _TELL_S = 0.002  # how often it tells what is new, once one has asked
@@ -61,9 +61,19 @@ class RollCall:
                 return Answers(None, self._without(_PRESENT), self._without(_HERE))
             time.sleep(0.05)
 
-    def leave_words(self, words: str) -> bool:
-        """Leave words for the others, unless some were left, since the first are right; whether these are the ones."""
+    def leave_words(self, words: str, *, comes: bool = False) -> bool:
+        """Leave words for the others, unless some were left, since the first are right; whether these are the ones.
+
+        Args:
+            comes: Whether this rank is still to come to where ranks meet, wherever it loses the others.
+        """
+        if comes:
+            self._store.set(_COMES, "")
         return bool(self._store.compare_set(_LAST_WORDS, "", words) == words.encode())
+
+    def somebody_comes(self) -> bool:
+        """Whether a rank that has left words is to come to where ranks meet."""
+        return bool(self._store.check([_COMES]))
 
     def note(self, number: int, what: Any) -> None:
         """Keep what this rank is about to do, plain values, for ranks that fail and ask; costs next to nothing.

@@ -11,8 +11,8 @@ In the step of an optimizer or a schedule, the others have an update that it lac
 shards what is left is kept as not exact.
 
 A sharded rank asks the others which collectives they make (strategies/collectives.py). What a SyncBatchNorm or a
-policy's own code says to other ranks nobody knows, so there they lose it; one that has all weights keeps them, alone
-(decision 12).
+policy's own code says to other ranks nobody knows, so there they lose it: one that has all weights keeps them, alone,
+and sharded ranks on CPUs break off what they are at and meet (decision 12).
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ def end_together(run: Run, error: BaseException) -> None:
     if isinstance(error, RankFailed) and place.meeting:
         run.end_failed()
         return
-    if ranks.world_size == 1 or ranks.is_lost(error):
+    if ranks.world_size == 1:
         raise error
-    ranks.report(error)
+    if ranks.is_lost(error):
+        if not _comes_with_its_error(run):
+            raise error
+        run.end_failed()
+        return
+    ranks.report(error, comes=True)
     if isinstance(error, torch.OutOfMemoryError):
         # They hold what was computed, and there is no room to spare; a debugger finds them empty.
         traceback.clear_frames(error.__traceback__)
@@ -60,6 +65,9 @@ def end_together(run: Run, error: BaseException) -> None:
         if not ranks.is_lost(second):  # else the others have ended, by this same error perhaps
             add_note(error, f"While the other processes were to be told: {in_words(second).splitlines()[0]}")
         told = False
+    if not told and ranks.break_off():
+        place.meeting = True
+        told = ranks.excuse(error)
     if not told:
         place.meeting = False  # they do not come there any more
         if ranks.stay_alone():
@@ -69,6 +77,22 @@ def end_together(run: Run, error: BaseException) -> None:
         raise error
     run.failure = error
     run.end_failed()
+
+
+def _comes_with_its_error(run: Run) -> bool:
+    """Whether the rank that this one has lost had failed, could not stand in, and is still there to say so."""
+    if not run.distribution.break_off():
+        return False
+    run.updater.agreement.has_failed = True  # for which all that is left to settle is settled, whatever hooks say
+    run.updater.settle()
+    run.place.meeting = True
+    try:
+        run.distribution.gather(None, "the end of a run that broke off")
+    except RankFailed:
+        return True
+    except RuntimeError:  # it is not
+        run.place.meeting = False
+    return False
 
 
 def _stand_in(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed import all_reduce, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from policyfit import FSDP, Callback, Checkpoint, Trainer
+from policyfit import FSDP, Callback, Checkpoint, DistributedError, Trainer
 from policyfit.strategies.roll_call import RollCall
 from policyfit.trainer.checkpoint import read_checkpoint
 
@@ -99,7 +100,14 @@ class Talks(Policy):
             raise RuntimeError("only on this rank")
 
 
-SETTINGS: dict[str, Any] = {"fails_at": 7, "failing": (1,), "factor": 1.0, "tears": None, "who": "synced"}
+SETTINGS: dict[str, Any] = {
+    "fails_at": 7,
+    "failing": (1,),
+    "factor": 1.0,
+    "tears": None,
+    "who": "synced",
+    "checkpoint": "shards",
+}
 
 
 def talked(folder: str, settings: dict[str, Any], distributed: str = "ddp", resume: str | None = None) -> list[str]:
@@ -112,7 +120,7 @@ def talked(folder: str, settings: dict[str, Any], distributed: str = "ddp", resu
         init_process_group(chosen["backend"])
     trainer = Trainer(
         "cpu", max_steps=5, batch_size=2, accumulate=2, seed=7, run_dir=f"{folder}/run",
-        distributed=FSDP(timeout=2.5) if distributed == "fsdp" else distributed,
+        distributed=FSDP(timeout=2.5, checkpoint=chosen["checkpoint"]) if distributed == "fsdp" else distributed,
         callbacks=[
             Checkpoint(every_steps=2 if chosen["tears"] is None else 3),
             *([Sums()] if chosen["who"] == "callback" else []),
@@ -149,12 +157,53 @@ def test_rank_that_fails_where_others_talk_ends_all_and_keeps_what_it_has(tmp_pa
     same(*(end.model for end in ends))  # this policy draws nothing, and no sample was left out
 
 
-def test_sharded_rank_that_fails_where_code_of_the_policy_talks_is_told_of_in_time(tmp_path: Path) -> None:
-    others, own = run(talked, str(tmp_path), {"who": "forward"}, "fsdp", limit_s=30.0)
-    assert others[0].startswith("RanksLost: Rank 1 failed: RuntimeError: only on this rank\nMend that, and start all")
-    assert own == ["RuntimeError: only on this rank"]
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["000002", "last"]
+@pytest.mark.parametrize(
+    "talk", [{"who": "forward"}, {"who": "backward"}, {"who": "callback", "checkpoint": "whole"}], ids=str
+)
+def test_sharded_ranks_lose_one_that_fails_where_they_talk_and_save_with_it(
+    tmp_path: Path, talk: dict[str, Any]
+) -> None:
+    others, own = run(talked, str(tmp_path / "failed"), talk, "fsdp", limit_s=30.0)
+    told = "all ended after update 3{}\nWhat was saved can be gone on with once that is mended: --resume=auto."
+    assert others == ["RankFailed: Rank 1 failed, so " + told.format(": RuntimeError: only on this rank")]
+    assert own == ["RuntimeError: only on this rank", "This was rank 1; " + told.format(".")]
+    last = tmp_path / "failed" / "run" / "checkpoints" / "last"
+    assert read_checkpoint(last).manifest["counters"]["step"] == 3
+    healthy = {**talk, "fails_at": -1}
+    run(talked, str(tmp_path / "failed"), healthy, "fsdp", "auto", limit_s=30.0)
+    run(talked, str(tmp_path / "straight"), healthy, "fsdp", limit_s=30.0)
+    straight = tmp_path / "straight" / "run" / "checkpoints" / "last"
+    ended, expected = read_checkpoint(last), read_checkpoint(straight)
+    same(ended.model, expected.model)  # this policy draws nothing, and no sample was left out
+    assert ended.manifest["counters"] == expected.manifest["counters"]
+
+
+class Interrupts(Callback):
+    """On rank 1, which lives on after it, as in a notebook."""
+
+    def on_train_batch_start(self, trainer: Trainer, policy: nn.Module, batch: Any, batch_idx: int) -> None:
+        if trainer.distribution.rank == 1 and trainer.micro_batches == 3:
+            raise KeyboardInterrupt
+
+
+def interrupted(folder: str) -> None:
+    RollCall.patience_s, ended = 0.3, Path(folder, "ended")
+    trainer = Trainer(
+        "cpu", max_steps=5, batch_size=2, seed=7, run_dir=f"{folder}/run", distributed=FSDP(timeout=2.5),
+        callbacks=[Interrupts()],
+    )  # fmt: skip
+    try:
+        trainer.fit(Policy(), Samples())
+    except KeyboardInterrupt:
+        while not ended.exists():
+            time.sleep(0.1)
+    except DistributedError:
+        ended.touch()
+
+
+def test_sharded_ranks_do_not_wait_for_one_that_was_interrupted_to_come(tmp_path: Path) -> None:
+    run(interrupted, str(tmp_path), limit_s=20.0)
+    assert (tmp_path / "ended").exists()
 
 
 def test_of_several_ranks_that_fail_in_a_forward_that_talks_one_keeps_what_all_have(tmp_path: Path) -> None:
