@@ -118,8 +118,10 @@ def torn(folder: str, distributed: str, rank: int | None, every: int, factor: fl
 @pytest.mark.parametrize("rank", [0, 1])
 def test_update_that_one_rank_broke_off_is_saved_as_the_others_made_it(tmp_path: Path, rank: int) -> None:
     ends = run(torn, str(tmp_path / "torn"), "ddp", rank, 3, limit_s=40.0)
-    saved = f"This was rank {rank}; all ended after update 4.\nWhat was saved can be gone on with once that is mended"
-    assert ends[rank] == f"in the middle of a step\n{saved}: --resume=auto."
+    came_of_it = (
+        f"This was rank {rank}; all ended after update 4.\nWhat was saved can be gone on with once that is mended"
+    )
+    assert ends[rank] == f"in the middle of a step\n{came_of_it}: --resume=auto."
     kind = ("BaseException", "RuntimeError")[rank]
     assert f"Rank {rank} failed, so all ended after update 4: {kind}: in the mid" in ends[1 - rank]
     run(torn, str(tmp_path / "straight"), "ddp", 2, 4, limit_s=40.0)
