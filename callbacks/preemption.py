@@ -71,7 +71,7 @@ class Preemption(Callback):
         if trainer.is_main:
             # Past sys.stderr, which may be in the middle of a line of its own; nobody may be there to read it.
             with suppress(OSError):
-                os.write(2, f"{said}: the run is to be saved and to end after the update under way\n".encode())
+                os.write(2, f"{said}: the run will end soon, after this update or the next, and be saved\n".encode())
 
     def on_fit_end(self, trainer: Trainer, policy: nn.Module) -> None:
         """Save, unless another callback has; then ask for the queue. A signal to one rank is one to all."""

@@ -127,7 +127,8 @@ class Collectives:
     def mark(self, patience_s: float) -> None:
         """The end of a micro-batch, or a collective of the run's own, is next; a rank that failed makes all before it.
 
-        Where all ranks have failed, each makes what any of them had begun: so they stand at the same place.
+        Where all ranks have failed, each makes what any of them had begun: so they stand at the same place. After
+        ``end`` there is nothing to mark.
 
         Raises:
             DistError: Nobody tells in time what they are.

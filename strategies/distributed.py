@@ -243,13 +243,15 @@ class DistributionStrategy(ABC):
         """Leave this rank's error for the others to find, before it leaves them; never raises.
 
         Args:
-            comes: Whether it is to meet them first, also where they lose each other and ``break_off`` lets them.
+            comes: Whether it still comes to a ``gather`` with this error, where ranks that lose it may wait for it
+                (``break_off``).
         """
 
     def break_off(self) -> bool:
-        """A rank has failed where nobody can stand in for it: give up what is under way; whether all can still meet.
+        """Give up what is under way, since a rank has failed that cannot stand in; whether all can still meet.
 
-        Where they can, they do so and save, and no forward or update comes any more until ``teardown``. Does not talk.
+        Called by that rank and by those that lose it. Afterwards ``gather`` waits for a rank no longer than twice
+        ``timeout``, and there is no forward or update until ``teardown``. Does not talk.
         """
         return False
 

@@ -164,7 +164,7 @@ class FSDP(ManyProcesses):
             groups = [self._membership.new_subgroup(ranks.T.tolist()), self._membership.new_subgroup(ranks.tolist())]
             self._replica_group, self._shard_group = groups
             self._mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-        self._rows = Rows(self._shard_group, self.rank, self._device)
+        self._rows = Rows(self._shard_group, shard, self.rank, self._device)
 
     def teardown(self) -> None:
         """Leave also the policy, in shards."""
@@ -273,16 +273,21 @@ class FSDP(ManyProcesses):
 
     def break_off(self) -> bool:
         """On a cpu alone: the host of another device is ahead of it, which would step by what broke off."""
+        from .rows import Rows
+
         assert self._roll_call is not None
+        if self._device.type != "cpu":
+            return False
         try:
-            if self._device.type != "cpu" or self._held is None or not self._roll_call.somebody_comes():
+            if not self._roll_call.break_off():
                 return False
         except RuntimeError:  # the store is gone, and with it its machine
             return False
         self._aborts = True
-        self._held.collectives.end()
-        if self._replica_group is None:  # their own group is the one in which a collective broke off
-            self._rows.group = self._meeting
+        self._sharded.collectives.end()
+        self._membership.hurry()
+        # Their own group may be the one in which a collective broke off.
+        self._rows = Rows(self._meeting, self._shard_group.size(), self.rank, self._device)
         return True
 
     def _mark(self, patience_s: float) -> None:

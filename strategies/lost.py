@@ -9,7 +9,7 @@ from torch import distributed
 from .errors import in_words
 from .roll_call import RollCall
 
-# The file and line with which its errors begin, but for that of a wait after another which took too long.
+# Its errors begin with file and line, but not that of a wait which ended because another took too long.
 _OF_GLOO = re.compile(r"\[[^]]*/gloo/[^]]*:\d+\]|: Application timeout caused pair closure$")
 _GO_ON = "Start the run again in its run_dir with --resume=auto: it goes on from the last checkpoint, or begins anew."
 

@@ -149,6 +149,11 @@ class Membership:
         self._groups.append(own)
         return own
 
+    def hurry(self) -> None:
+        """Wait in groups for Python values only as long as ranks need that lose each other one after another."""
+        for group in self._meetings:
+            distributed.distributed_c10d._set_pg_timeout(2 * self._limit, group)
+
     def leave(self, *, aborts: bool) -> None:
         """Leave the groups, and the process group if ``join`` made it.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # some builds of torch have none
     from torch.distributed.distributed_c10d import Store
 
 _CALL, _PRESENT, _HERE, _LAST_WORDS, _COMES = "roll call", "present", "here", "last words", "comes"
-_ASKED, _TOLD, _LEFT = "asked", "told", "left"
+_ASKED, _TOLD, _LEFT, _BROKE_OFF = "asked", "told", "left", "broke off"
 _LISTEN_S = 0.25  # how often a rank looks whether another calls or asks
 _TELL_S = 0.002  # how often it tells what is new, once one has asked
 _KEPT = 10_000  # notes; some windows of a large policy, by which a device's host may be ahead
@@ -65,15 +65,18 @@ class RollCall:
         """Leave words for the others, unless some were left, since the first are right; whether these are the ones.
 
         Args:
-            comes: Whether this rank is still to come to where ranks meet, wherever it loses the others.
+            comes: As for ``DistributionStrategy.report``.
         """
         if comes:
             self._store.set(_COMES, "")
         return bool(self._store.compare_set(_LAST_WORDS, "", words) == words.encode())
 
-    def somebody_comes(self) -> bool:
-        """Whether a rank that has left words is to come to where ranks meet."""
-        return bool(self._store.check([_COMES]))
+    def break_off(self) -> bool:
+        """Whether a rank that has failed comes to where ranks meet; then nobody that asks is told any more."""
+        if not self._store.check([_COMES]):
+            return False
+        self._store.set(_BROKE_OFF, "")
+        return True
 
     def note(self, number: int, what: Any) -> None:
         """Keep what this rank is about to do, plain values, for ranks that fail and ask; costs next to nothing.
@@ -87,7 +90,7 @@ class RollCall:
         """What another rank has noted, waited for as long as one is left; ``None`` once all have left.
 
         Raises:
-            DistError: It takes too long, or nobody else is there.
+            DistError: It takes too long, a rank has broken off what it did, or nobody else is there.
         """
         name, began = f"{_TOLD} {number}", time.monotonic()
         others = {*range(self._world_size)} - {self._rank}
@@ -99,6 +102,8 @@ class RollCall:
                 return json.loads(self._store.get(name))
             if nobody_is_left:
                 return None
+            if self._store.check([_BROKE_OFF]):
+                raise distributed.DistError("another rank has given up what it was at")
             waited = time.monotonic() - began
             is_alone = waited > self.patience_s and others <= {*self._without(_PRESENT)}
             if waited > patience_s or is_alone:

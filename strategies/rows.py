@@ -14,12 +14,13 @@ class Rows:
     """This rank's rows of parameters, gradients and states; what is no ``DTensor`` is whole on every rank.
 
     Args:
-        group: Of the ranks that hold the rows of one copy, in which they are put together.
-        rank: Among all, of which those of the first copy come first.
+        group: The ranks that hold the rows of one copy; or all, of whom the first copy's are put together.
+        shards: How many ranks hold the rows of one copy.
+        rank: Among all, of which those of the first copy come first, then those of the second.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, rank: int, device: torch.device) -> None:
-        self.group, self._rank, self._device = group, rank, device
+    def __init__(self, group: distributed.ProcessGroup, shards: int, rank: int, device: torch.device) -> None:
+        self._group, self._shards, self._rank, self._device = group, shards, rank, device
 
     def local(self, tensor: Tensor) -> Tensor:
         """The rows themselves: what is written to them is written to the tensor."""
@@ -37,12 +38,12 @@ class Rows:
         if not isinstance(tensor, DTensor):
             return tensor
         with torch.no_grad():
-            here, ranks = tensor.to_local(), self.group.size()
+            here = tensor.to_local()
             padded = here.new_zeros((self._each(tensor), *here.shape[1:]))
             padded[: len(here)] = here
-            parts = [torch.empty_like(padded) for _ in range(ranks)]
-            distributed.all_gather(parts, padded.contiguous(), group=self.group)
-            return torch.cat(parts)[: tensor.shape[0]]
+            parts = [torch.empty_like(padded) for _ in range(self._group.size())]
+            distributed.all_gather(parts, padded.contiguous(), group=self._group)
+            return torch.cat(parts[: self._shards])[: tensor.shape[0]]
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """Of ``whole``, or what gives its rows by slices, those that ``like`` has here, in memory of their own."""
@@ -59,10 +60,10 @@ class Rows:
         """The number of the first row here; ``None`` where a rank before this has the same rows."""
         if not isinstance(tensor, DTensor):
             return 0 if self._rank == 0 else None
-        return self._first(tensor) if self._rank < self.group.size() else None
+        return self._first(tensor) if self._rank < self._shards else None
 
     def _first(self, tensor: DTensor) -> int:
-        return min(self._each(tensor) * self.group.rank(), tensor.shape[0])
+        return min(self._each(tensor) * (self._rank % self._shards), tensor.shape[0])
 
     def _each(self, tensor: DTensor) -> int:
-        return -(-tensor.shape[0] // self.group.size())
+        return -(-tensor.shape[0] // self._shards)

@@ -61,7 +61,7 @@ class Agreement:
     def __init__(self, ranks: DistributionStrategy, mailbox: Mailbox) -> None:
         self._ranks, self._agreed, self._slots = ranks, mailbox.on_device[:_AGREED], Slots(*mailbox.slots)
         self._asks = 0.0  # what this rank says of a stop
-        #: Whether this rank has failed, which it says from the next update on.
+        #: Whether this rank has failed, which it says from the next update on, or has lost one that did.
         self.has_failed = False
         #: The first update at which a rank said so, or asked for a stop.
         self._agreed_at: int | None = None

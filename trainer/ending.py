@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..strategies.distributed import RankFailed
 from ..strategies.errors import DistributedError, add_note, in_words
 from ..strategies.lost import is_lost
 from .run import Run
@@ -32,7 +33,8 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
         except BaseException as failure:
             if first is None:
                 first = failure
-            elif not (isinstance(first, DistributedError) and is_lost(failure)):  # which says once more what first says
+            # A rank that is lost is what the first of its kind tells already, but not one that failed and was met.
+            elif isinstance(first, RankFailed) or not (isinstance(first, DistributedError) and is_lost(failure)):
                 add_note(first, f"While this was handled, another error came: {in_words(failure)}")
     if first is not error and first is not None:
         raise first

@@ -39,13 +39,11 @@ def end_together(run: Run, error: BaseException) -> None:
         BaseException: ``error`` itself where that cannot be: alone, or when the others cannot be reached in order.
     """
     ranks, place = run.distribution, run.place
-    if isinstance(error, RankFailed) and place.meeting:
-        run.end_failed()
-        return
     if ranks.world_size == 1:
         raise error
-    if ranks.is_lost(error):
-        if not _comes_with_its_error(run):
+    is_told = isinstance(error, RankFailed) and place.meeting
+    if is_told or ranks.is_lost(error):
+        if not is_told and not _meet_one_that_failed(run):
             raise error
         run.end_failed()
         return
@@ -79,19 +77,19 @@ def end_together(run: Run, error: BaseException) -> None:
     run.end_failed()
 
 
-def _comes_with_its_error(run: Run) -> bool:
-    """Whether the rank that this one has lost had failed, could not stand in, and is still there to say so."""
+def _meet_one_that_failed(run: Run) -> bool:
+    """Come to where a rank that this one has lost brings its error; whether it did."""
     if not run.distribution.break_off():
         return False
-    run.updater.agreement.has_failed = True  # for which all that is left to settle is settled, whatever hooks say
+    run.updater.agreement.has_failed = True  # so that no error of on_update_end comes before that of the other
     run.updater.settle()
-    run.place.meeting = True
     try:
         run.distribution.gather(None, "the end of a run that broke off")
     except RankFailed:
+        run.place.meeting = True
         return True
-    except RuntimeError:  # it is not
-        run.place.meeting = False
+    except RuntimeError:  # it has left since
+        pass
     return False
 
 
@@ -184,10 +182,7 @@ def _ended(run: Run) -> str:
 def _remedy(run: Run) -> str:
     on = "can be gone on with once that is mended: --resume=auto."
     if run.keeps_remains:
-        return (
-            "It was in the middle of that update, with weights or states that no other process has. "
-            f"The last checkpoint {on}"
-        )
+        return f"A rank was in the middle of that update, so that no process has all of it. The last checkpoint {on}"
     return f"What was saved {on}"
 
 

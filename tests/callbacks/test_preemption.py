@@ -48,7 +48,7 @@ def test_signal_ends_the_run_after_the_update_under_way_saved_with_exit_code_143
     assert trainer.stop_reason == f"{signal.Signals(number).name} was received"
     assert [path.name for path in trainer.checkpoints()] == ["000004"]
     assert signal.getsignal(number) is before
-    assert f"{signal.Signals(number).name} was received: the run is to be saved and to end" in capfd.readouterr().err
+    assert f"{signal.Signals(number).name} was received: the run will end soon, after this" in capfd.readouterr().err
 
 
 class TwoRanks(SingleProcess):

@@ -337,7 +337,9 @@ def train_until_something_happens(what: str) -> tuple[str, bool, int]:
 
 def test_error_of_user_code_about_a_folder_called_gloo_loses_nobody() -> None:
     assert not DDP().is_lost(RuntimeError("cannot read /data/gloo/episode_7.bin"))
+    assert not DDP().is_lost(RuntimeError("Application timeout caused pair closure of the gripper"))
     assert DDP().is_lost(RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"))
+    assert DDP().is_lost(RuntimeError("Application timeout caused pair closure"))
 
 
 def test_rank_that_was_killed_is_named_by_every_other_in_time() -> None:

@@ -36,6 +36,7 @@ def test_a_single_process_leaves_the_policy_alone_and_loses_nobody() -> None:
     assert alone.wrap(policy) is policy
     assert alone.local(policy.weight) is alone.whole(policy.weight) is policy.weight
     assert not alone.is_lost(RuntimeError("gloo"))
+    assert not alone.break_off()
     alone.report(ValueError("anything"))
     alone.teardown()
 

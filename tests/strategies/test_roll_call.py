@@ -52,6 +52,19 @@ def test_what_a_rank_has_noted_is_told_to_one_that_asks_and_nothing_once_all_hav
     failed.end()
 
 
+def test_rank_that_asks_is_told_that_others_have_broken_off_if_one_that_failed_is_to_come() -> None:
+    store = HashStore()
+    rank, failed = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    failed.leave_words("the cause")
+    assert not rank.break_off()
+    failed.leave_words("the cause", comes=True)
+    assert rank.break_off()
+    with pytest.raises(DistError, match="another rank has given up"):
+        failed.ask(30, 1000.0)
+    rank.end()
+    failed.end()
+
+
 def test_ranks_that_notice_later_are_told_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RollCall, "patience_s", 0.1)
     store, ranks = HashStore(), [DDP(), DDP()]

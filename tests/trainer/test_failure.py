@@ -124,8 +124,8 @@ def test_error_of_data_ends_all_and_the_run_goes_on_once_it_is_mended(tmp_path: 
         assert after["ids"] == all_of_them["ids"][-len(after["ids"]) :]
 
 
-# Where the code of rank 1's policy fails, in which forward of windows of two; the update after which all end, and the
-# step that is then saved. An epoch has six updates.
+# Where the code of rank 1's policy fails, in which forward of windows of two; the step that is then saved, and after
+# whose update all end. An epoch has six updates.
 BREAKS = [
     ("before", 0, 0),
     ("between", 0, 0),
@@ -516,7 +516,7 @@ def test_error_whose_words_are_none_or_too_many_ends_all_in_order(tmp_path: Path
 
 
 # Of data whose length nobody knows, three micro-batches an epoch: micro-batches in a window; what fails on rank 1, a
-# hook at a draw or a sample of the second epoch; the update after which all end, and the step that is then saved.
+# hook at a draw or a sample of the second epoch; the step that is then saved, and after whose update all end.
 UNSIZED: list[tuple[int, str, int, int]] = [
     (1, "on_after_backward", 4, 4),
     (1, "on_train_batch_start", 5, 5),  # the last of an epoch
