@@ -138,7 +138,8 @@ def fail_with_others(run: Run) -> NoReturn:
         add_note(error, f"This was rank {run.distribution.rank}; all {_ended(run)}.\n{_remedy(run)}")
     has_moved = not run.resumed or run.counters.step > run.resumed_step  # else there is that checkpoint, perhaps exact
     if has_moved and not run.keeps_remains and not all(diverged):
-        run_all((partial(_save_after_failure, run),), error)
+        # A save in the background that failed too is in nobody's way.
+        run_all((run.saver.wait, partial(_save_after_failure, run)), error)
     run.place.meeting = False  # the others end in this error too, so it is brought to no gather any more
     raise error
 

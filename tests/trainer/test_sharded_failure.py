@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from policyfit import Callback, Checkpoint, Trainer
 from policyfit.strategies.fsdp import FSDP
 from policyfit.trainer.checkpoint import read_checkpoint
+from policyfit.trainer.saving import Saver
 
 
 def at_once(folder: str, same_words: bool) -> str:
@@ -246,7 +248,20 @@ class Forgets(Callback):
             self.optimizer.state.clear()
 
 
-def unfit(folder: str) -> str:
+def unfit(folder: str, late: bool) -> str:
+    run_save = Saver._run
+
+    def late_run(saver: Saver, write: Any, state: Any) -> None:
+        def write_late(state: Any) -> None:
+            try:
+                write(state)
+            finally:
+                time.sleep(1.0)
+
+        run_save(saver, write_late, state)
+
+    if late and os.environ["RANK"] == "0":
+        Saver._run = late_run  # type: ignore[assignment,method-assign]
     try:
         train(f"{folder}/run", "fsdp", steps=9, extra=[Forgets()], every=3)
     except Exception as error:
@@ -254,8 +269,9 @@ def unfit(folder: str) -> str:
     return ""
 
 
-def test_shards_that_do_not_fit_together_make_no_checkpoint(tmp_path: Path) -> None:
-    texts = run(unfit, str(tmp_path), limit_s=40.0)
+@pytest.mark.parametrize("late", [False, True])  # whether rank 0 finds its save failed after another has told of that
+def test_shards_that_do_not_fit_together_make_no_checkpoint(tmp_path: Path, late: bool) -> None:
+    texts = run(unfit, str(tmp_path), late, limit_s=40.0)
     assert all("000003 is not written, since what the ranks hold does not fit together: " in text for text in texts)
     assert all("the last rows of state/0/exp_avg are missing" in text for text in texts)
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
