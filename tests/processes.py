@@ -25,6 +25,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "accelerate",
+        "gymnasium",
         "pytest",
         "rich.console",
         "torch._dynamo",

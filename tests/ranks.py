@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils.data import Dataset, Subset
 
 from policyfit import EMA, FP16, Callback, Checkpoint, Trainer, WarmupCosine
 from policyfit.strategies.fsdp import FSDP
 from policyfit.trainer.checkpoint import read_checkpoint
 
 SAMPLES = 44  # an epoch of 8 a time ends with a window of 4
+VALIDATED = range(8, 20)  # samples, and again 8 and 4 a time
 
 
 class Block(nn.Module):
@@ -82,7 +84,7 @@ class Detached(Policy):
         return (loss.detach() if self.detaches and self.calls - 1 in self.windows else loss), metrics
 
 
-class Samples:
+class Samples(Dataset[dict[str, Any]]):
     """``poisoned`` samples have an infinite loss."""
 
     def __init__(self, poisoned: tuple[int, ...] = (), fails_at: int | None = None) -> None:
@@ -159,8 +161,8 @@ def train(
     )  # fmt: skip
     policy = Policy(dropout, norm)
     trainer.fit(
-        policy, Samples(poisoned, fails_at), Samples((), val_fails_at) if val else None, resume=resume,
-        optimizer=OPTIMIZERS[optimizer],
+        policy, Samples(poisoned, fails_at), Subset(Samples((), val_fails_at), VALIDATED) if val else None,
+        resume=resume, optimizer=OPTIMIZERS[optimizer],
         schedule=lambda o: WarmupCosine(o, warmup_steps=3, total_steps=20),
     )  # fmt: skip
     return result(trainer, seen)

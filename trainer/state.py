@@ -77,9 +77,9 @@ def capture(run: Run, extra: dict[str, Any], *, exact: bool = True, consolidated
     config, schedules = policy_config(run.policy), [s.state_dict() for s in run.schedules]
     # A run that was resumed and has not drawn a batch yet still has its streams to come.
     own_streams = capture_streams(run.device) if run.streams is None else run.streams
-    streams = ranks.gather(own_streams, "save_checkpoint(), which collects random streams")
     own_sums = {} if run.in_window else run.means.state_dict()  # of what comes again too, which cannot be told apart
-    sums = ranks.gather(own_sums, "save_checkpoint(), which collects means")
+    of_ranks = ranks.gather((own_streams, own_sums), "save_checkpoint(), which collects random streams and means")
+    streams, sums = map(list, zip(*of_ranks, strict=True))
     callbacks["means"] = added(sums)
     if len(sums) > 1:
         callbacks["means_of_ranks"] = sums

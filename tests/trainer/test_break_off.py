@@ -63,6 +63,11 @@ def trained(folder: str, where: str, fails: str, options: dict[str, Any]) -> lis
     return []
 
 
+def failed(folder: str, where: str, fails: str, options: dict[str, Any]) -> list[str]:
+    assert trained(f"{folder}/straight", where, "", options) == []
+    return trained(f"{folder}/failed", where, fails, options)
+
+
 @pytest.mark.parametrize(
     ("where", "fails", "ranks", "options"),
     [
@@ -74,12 +79,11 @@ def trained(folder: str, where: str, fails: str, options: dict[str, Any]) -> lis
 def test_sharded_ranks_meet_wherever_they_lost_one_that_failed(
     tmp_path: Path, where: str, fails: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    ends = run(trained, str(tmp_path / "failed"), where, fails, options, ranks=ranks, limit_s=30.0)
+    ends = run(failed, str(tmp_path), where, fails, options, ranks=ranks, limit_s=30.0)
     came_of_it = "all ended after update 3{}\nWhat was saved can be gone on with once that is mended: --resume=auto."
     others = [f"RankFailed: Rank {ranks - 1} failed, so {came_of_it.format(': RuntimeError: only on this rank')}"]
     own = ["RuntimeError: only on this rank", f"This was rank {ranks - 1}; {came_of_it.format('.')}"]
     assert ends == [others] * (ranks - 1) + [own]
-    run(trained, str(tmp_path / "straight"), where, "", options, ranks=ranks, limit_s=30.0)
     saved, straight = (read_checkpoint(tmp_path / name / "checkpoints" / "000003") for name in ("failed", "straight"))
     same(saved.model, straight.model)
     for index, state in straight.optimizers[0]["state"].items():

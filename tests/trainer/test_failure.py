@@ -176,10 +176,10 @@ def broken(folder: str, distributed: str, batch_size: int, numbers: list[int]) -
     ("distributed", "ranks", "numbers"),
     [
         ("ddp", 2, slice(None)),
-        ("ddp that looks for unused", 2, slice(0, None, 3)),
+        ("ddp that looks for unused", 2, slice(1, None, 5)),
         ("fsdp", 2, slice(None)),
-        ("hsdp", 4, slice(0, 12, 3)),
-        ("replicas", 2, slice(1, 12, 2)),
+        ("hsdp", 4, slice(1, 12, 5)),
+        ("replicas", 2, slice(0, 12, 4)),
     ],
 )
 def test_wherever_the_policy_of_one_rank_fails_all_end_after_the_same_update_saved(
