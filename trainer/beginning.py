@@ -23,6 +23,7 @@ from .run_dir import held, make, new_name, replace_text
 from .settings import Settings
 from .together import on_main
 
+_PLAN = "plan.json"
 _ARRIVAL_S = 10.0
 
 
@@ -44,19 +45,18 @@ def begin_run(
     """
     trainer, policy, ranks = run.trainer, run.policy, run.distribution
     old = None if origin is None else origin.run_dir
-    run_dir = asked_dir or old or new_name(class_of(policy).__name__)
-    run.run_dir = ranks.broadcast(run_dir.absolute(), AT_THE_START)
+    run_dir = (asked_dir or old or new_name(class_of(policy).__name__)).absolute()
+    if origin is not None and (origin.url or old == run_dir.resolve()):
+        run.id = origin.saved.manifest.get("run", run.id)
+    run.run_dir, run.id = ranks.broadcast((run_dir, run.id), AT_THE_START)
     if origin is not None:
-        if origin.url or old == run.run_dir.resolve():
-            run.id = origin.saved.manifest.get("run", run.id)
         trainer.plan.notes += restore(run, origin.saved, str(origin), changes)
-    run.id = ranks.broadcast(run.id, AT_THE_START)
     run.start()
     run.callbacks.call("setup", trainer, policy, "fit")
     arrived = None if origin is None else origin.arrived
     new = asked_dir is None and old is None
-    run.run_dir = on_main(ranks, partial(_open_folder, run, settings, new=new, arrived=arrived))
-    _check_shared(run)
+    run.run_dir, digest = on_main(ranks, partial(_open_folder, run, settings, new=new, arrived=arrived))
+    _check_shared(run, digest)
     if origin is not None:
         _tell_callbacks(run, origin)
     run.is_open = True
@@ -66,12 +66,15 @@ def begin_run(
         freeze_again(run, origin.saved, str(origin))
 
 
-def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | None) -> Path:
+def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | None) -> tuple[Path, str]:
     """Make the run's folder and describe the run in it as it is now; a script that resumes leaves ``config.yaml``.
 
     Args:
         new: Whether the folder has to be new; if its name is taken, another is chosen.
         arrived: A copy of the run that was made elsewhere, which becomes its folder.
+
+    Returns:
+        The folder, and the digest of the plan in it, by which others know it.
     """
     from .strict_yaml import write  # PyYAML is not needed before a run
 
@@ -79,16 +82,16 @@ def _open_folder(run: Run, settings: Settings, *, new: bool, arrived: Path | Non
     run.lock.enter_context(held(run.run_dir))
     for path in [] if arrived is None else list(arrived.iterdir()):
         shutil.move(path, run.run_dir / path.name)
-    replace_text(run.run_dir / "plan.json", json.dumps(run.trainer.plan.to_dict(), indent=2) + "\n")
+    replace_text(run.run_dir / _PLAN, json.dumps(run.trainer.plan.to_dict(), indent=2) + "\n")
     config = run.trainer.config
     if config is None and not (run.run_dir / "config.yaml").exists():
         config = describe(settings, run.device.name, run.precision.name, run.policy, run.seed)
     if config is not None:
         replace_text(run.run_dir / "config.yaml", write(config))
-    return run.run_dir
+    return run.run_dir, _digest(run.run_dir / _PLAN)
 
 
-def _check_shared(run: Run) -> None:
+def _check_shared(run: Run, digest: str) -> None:
     """Whether every rank sees the folder that rank 0 has opened.
 
     Raises:
@@ -97,9 +100,7 @@ def _check_shared(run: Run) -> None:
     ranks = run.distribution
     if ranks.world_size == 1:
         return
-    plan = run.run_dir / "plan.json"
-    digest = ranks.broadcast(_digest(plan) if ranks.is_main else "", AT_THE_START)
-    seen = ranks.gather(_sees(plan, digest), AT_THE_START)
+    seen = ranks.gather(_sees(run.run_dir / _PLAN, digest), AT_THE_START)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if not blind:
         return
